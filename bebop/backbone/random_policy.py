@@ -1,0 +1,67 @@
+"""A random policy in the MiMo layout: for tests and for the losslessness checks, which need any model, only small."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bebop.backbone.layout import config_dict, policy_shapes, write_policy
+from bebop.data.tokenizer import token_ids, write_integer_tokenizer, write_tiny_tokenizer
+
+
+def random_checkpoint(
+    dest: Path,
+    *,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 2,
+    intermediate_size: int = 128,
+    vocab: Literal["tiny"] | int = "tiny",
+    seed: int = 0,
+    mtp: bool = True,
+    dtype: str = "float32",
+) -> Path:
+    """Write a random checkpoint in the MiMo layout into `dest` and return it.
+
+    vocab: "tiny" takes the tiny policy's tokenizer; an integer n a trivial one with the ids 0..n-1.
+    Logits have standard deviation 1.2 or so and depend on the whole prefix, so that distributions are neither flat nor
+    certain and the MTP layer agrees with the decoder in part.
+    """
+    dest = Path(dest)
+    if vocab == "tiny":
+        size = write_tiny_tokenizer(dest)
+    else:
+        size = vocab
+        write_integer_tokenizer(dest, size)
+    end_id, pad_id = token_ids(dest)
+    config = config_dict(
+        vocab_size=size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        intermediate_size=intermediate_size,
+        end_id=end_id,
+        pad_id=pad_id,
+        dtype=dtype,
+        mtp=mtp,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: _draw(name, shape, generator) for name, shape in policy_shapes(config).items()}
+    write_policy(dest, config, tensors, {"made_by": "bebop.backbone.random_checkpoint", "seed": seed, "config": config})
+    return dest
+
+
+def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if "norm" in name:
+        return 1 + 0.1 * noise
+    if name.endswith("bias"):
+        return 0.3 * noise
+    if "embed_tokens" in name:
+        return noise
+    gain = 1.2 if "lm_head" in name or "q_proj" in name or "k_proj" in name else 1.0
+    return gain * noise / math.sqrt(shape[-1])
