@@ -1,0 +1,1 @@
+"""Rollout engines behind one protocol, and the corrections that the installed vLLM needs."""

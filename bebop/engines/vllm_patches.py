@@ -1,0 +1,204 @@
+"""Corrections to the installed vLLM, each with the upstream fault, the versions it was checked on, and its switch.
+
+| patch         | where | upstream fault                                                                        |
+|---------------|-------|---------------------------------------------------------------------------------------|
+| expand_batch  | CPU   | temperatures are cast to int64 for draft tokens: speculation at T != 1 is biased      |
+| plain_weights | CPU   | linears are prepacked and freed: weights cannot be updated in place                   |
+| request_stats | any   | counts moved to CompletionOutput; verl 0.9.1 reads them from RequestOutput.metrics    |
+
+vLLM is imported only inside functions: this module is read in every vLLM process, and by tests without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("bebop.engines")
+
+FIXES_ENV = "BEBOP_ENGINE_FIXES"  # "0": leave vLLM as it came
+PLAIN_WEIGHTS_ENV = "BEBOP_KEEP_PLAIN_WEIGHTS"  # "1": CPU linears keep their weight, so that it can be updated in place
+KNOWN_VERSIONS = ("0.31.0",)  # the faults and their fixes were reproduced on these
+
+_MARK = "_bebop_patch"
+
+
+class PatchRefused(RuntimeError):
+    """A fix that losslessness rests on does not fit the installed vLLM."""
+
+
+@dataclass(frozen=True)
+class RequestSpecDecodeStats:
+    """One request's draft counts under the names that verl reads, and its acceptances per depth.
+
+    num_verify_steps: target forwards that carried a draft; accepted_per_depth: [K], depth j implies 1..j-1.
+    """
+
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_verify_steps: int
+    accepted_per_depth: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """name: its key in the status; lossless: speculation is biased without it; wanted: whether to apply it here."""
+
+    name: str
+    lossless: bool
+    wanted: Callable[[], bool]
+    apply: Callable[[], None]
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Spread per-request values over each request's draft tokens.
+
+    x: [B] any dtype; cu_num_tokens: [B] cumulative number of tokens, int; returns [num_tokens], dtype of x, where
+    values equal to `replace_from` become `replace_to`. x = [a, b, c], cu_num_tokens = [2, 5, 6]: [a, a, b, b, b, c].
+
+    vLLM 0.31.0 on a CPU (`vllm/utils/cpu_triton_utils.py`, `_expand_kernel_impl`) casts x and the output to int64 and
+    never copies back, so that the temperatures of the verified positions are left uninitialised. Can go when that
+    function keeps floats.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    values = torch.where(x == replace_from, torch.as_tensor(replace_to, dtype=x.dtype, device=x.device), x)
+    return torch.repeat_interleave(values, counts.long(), output_size=num_tokens)
+
+
+def _apply_expand_batch() -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    _replace(rejection_sampler, "expand_batch_to_tokens", expand_batch_to_tokens)
+
+
+def _apply_plain_weights() -> None:
+    """Let CPU linears multiply by the weight they hold, in place of a packed copy that no update can reach.
+
+    vLLM 0.31.0 (`vllm/model_executor/layers/utils.py`, `dispatch_cpu_unquantized_gemm`) packs the weight and replaces
+    the parameter by an empty one, so that loading fails with `loaded weight (64,128) into parameter (0)`.
+    """
+    from vllm.model_executor.layers import utils
+
+    stock = utils.dispatch_cpu_unquantized_gemm
+
+    @functools.wraps(stock)
+    def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+        if layer.weight.is_meta or layer.weight.ndim != 2:
+            stock(layer, remove_weight)
+        else:
+            layer.cpu_linear = torch.nn.functional.linear
+
+    _replace(utils, "dispatch_cpu_unquantized_gemm", keep_weight)
+
+
+def _apply_request_stats() -> None:
+    """Set `RequestOutput.metrics.request_spec_decode_stats` from `CompletionOutput.spec_decode_metrics`.
+
+    vLLM >= 0.30 reports a finished request's counts on its completion; verl 0.9.1 looks for them on the metrics.
+    """
+    from vllm.v1.engine.output_processor import RequestState
+    from vllm.v1.metrics.stats import RequestStateStats
+
+    stock = RequestState._new_request_output
+
+    @functools.wraps(stock)
+    def with_stats(self: Any, external_req_id: str, outputs: list, finished: bool, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, external_req_id, outputs, finished, *args, **kwargs)
+        counted = getattr(outputs[0], "spec_decode_metrics", None) if finished and outputs else None
+        if counted is not None:
+            if result.metrics is None:  # the engine runs with log_stats off
+                result.metrics = RequestStateStats()
+            result.metrics.request_spec_decode_stats = stats_of(counted)
+        return result
+
+    _replace(RequestState, "_new_request_output", with_stats)
+
+
+def stats_of(counted: Any) -> RequestSpecDecodeStats:
+    """Counts of vLLM's RequestSpecDecodeMetrics, whose `histogram[j]` says how many drafts had exactly j accepted."""
+    histogram = list(counted.histogram)
+    return RequestSpecDecodeStats(
+        num_draft_tokens=int(counted.num_draft_tokens),
+        num_accepted_tokens=sum(j * n for j, n in enumerate(histogram)),
+        num_verify_steps=sum(histogram),
+        accepted_per_depth=tuple(sum(histogram[j:]) for j in range(1, len(histogram))),
+    )
+
+
+PATCHES = (
+    Patch("expand_batch", True, lambda: on_cpu(), _apply_expand_batch),
+    Patch("plain_weights", False, lambda: on_cpu() and os.environ.get(PLAIN_WEIGHTS_ENV) == "1", _apply_plain_weights),
+    Patch("request_stats", False, lambda: True, _apply_request_stats),
+)
+_status: dict[str, str] = {}
+
+
+def apply_all() -> dict[str, str]:
+    """Apply every wanted patch once; returns patch name -> "applied" | "off" | "not needed" | "refused: <why>"."""
+    if os.environ.get(FIXES_ENV, "1") == "0":
+        return {patch.name: "off" for patch in PATCHES}
+    version = installed_version()
+    for patch in PATCHES:
+        if _status.get(patch.name) == "applied":
+            continue
+        if not patch.wanted():
+            _status[patch.name] = "not needed"
+        elif version not in KNOWN_VERSIONS:
+            _status[patch.name] = f"refused: vllm {version} is not one of {', '.join(KNOWN_VERSIONS)}"
+        else:
+            try:
+                patch.apply()
+                _status[patch.name] = "applied"
+            except (ImportError, AttributeError) as error:
+                _status[patch.name] = f"refused: {error}"
+        if _status[patch.name].startswith("refused"):
+            logger.warning("bebop leaves vLLM as it is, patch %s %s", patch.name, _status[patch.name])
+    return dict(_status)
+
+
+def require(version: str | None = None) -> None:
+    """Raise PatchRefused where bebop's own engine may not start: losslessness is unproven on this vLLM."""
+    version = version or installed_version()
+    if version not in KNOWN_VERSIONS and os.environ.get(FIXES_ENV, "1") != "0":
+        raise PatchRefused(
+            f"vllm {version} is installed; bebop's checks of lossless speculation cover {', '.join(KNOWN_VERSIONS)}: "
+            f"install one of these, or set {FIXES_ENV}=0 to run it unproven"
+        )
+
+
+def expand_keeps_floats() -> bool:
+    """Whether this process's `expand_batch_to_tokens` keeps fractions. Only the engine's worker can answer."""
+    from vllm.v1.sample import rejection_sampler
+
+    device = "cpu" if on_cpu() else "cuda"
+    x = torch.tensor([0.7, 0.0, 0.5], device=device)
+    cu = torch.tensor([2, 3, 5], dtype=torch.int32, device=device)
+    got = rejection_sampler.expand_batch_to_tokens(x, cu, 5, replace_from=0, replace_to=1)
+    return torch.equal(got, torch.tensor([0.7, 0.7, 1.0, 0.5, 0.5], device=device))
+
+
+def installed_version() -> str:
+    """vLLM's own version without a local part such as "+cpu"."""
+    from vllm.version import __version__
+
+    return __version__.split("+")[0]
+
+
+def on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def _replace(owner: Any, name: str, new: Callable) -> None:
+    if not hasattr(getattr(owner, name), _MARK):
+        setattr(new, _MARK, True)
+        setattr(owner, name, new)

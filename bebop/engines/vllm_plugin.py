@@ -1,0 +1,15 @@
+"""Entry point of the `vllm.general_plugins` group: vLLM calls `register` in every process that it starts.
+
+It must stay cheap and must never break a vLLM that has nothing to do with bebop: what does not fit the installed
+version is left alone with one log line, and bebop's own engine refuses to start instead (`vllm_patches.require`).
+`BEBOP_ENGINE_FIXES=0` switches everything off.
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Apply the fixes that the installed vLLM and platform need. Safe to call any number of times."""
+    from bebop.engines import vllm_patches
+
+    vllm_patches.apply_all()
