@@ -1,0 +1,228 @@
+"""The text that heads are trained on: the policy's own samples, or text that is given.
+
+Heads are to predict the policy, so the text is best sampled by the policy itself, at the temperature of the rollouts
+(self-distillation); only on such text is scored acceptance unbiased. A text set is one folder
+
+    train.parquet, heldout.parquet    a row per sequence, see `TextRow`
+    text.json                         what made it, written last: a folder that has it is whole
+
+that is made once per fingerprint and shared by every run that asks for the same (for example all losses of a
+comparison). Formats that are read as given text: parquet with a column `messages` (chats; the assistant's turns are
+supervised), `text` (all tokens are supervised), or `prompt` with `response`; `prompt` alone is for the policy to answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from bebop.records import Prompt, Rollout, Sampling
+
+log = logging.getLogger(__name__)
+META, SPLITS = "text.json", ("train", "heldout")
+COLUMNS = ("messages", "prompt", "text")
+
+
+@dataclass(frozen=True)
+class TextRow:
+    """One sequence: `prompt_ids` are read, `response_ids` are predicted where `response_mask` is 1."""
+
+    prompt_id: str
+    task: str
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    response_mask: tuple[int, ...]  # 0 or 1, one per response token (0: another turn's prompt inside the response)
+    logprobs: tuple[float, ...] | None = None  # one per response token, by the policy that sampled it; None: given text
+
+    @property
+    def input_ids(self) -> list[int]:
+        """[T] prompt and response."""
+        return [*self.prompt_ids, *self.response_ids]
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """[T] 1 where the token itself is supervised."""
+        return [0] * len(self.prompt_ids) + list(self.response_mask)
+
+
+class Sampler(Protocol):
+    """The part of a rollout engine that distillation needs."""
+
+    def generate(
+        self, prompts: list[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
+    ) -> list[Rollout]: ...
+
+
+def self_distill(
+    engine: Sampler, prompts: Sequence[tuple[Prompt, Sequence[int]]], sampling: Sampling
+) -> list[TextRow]:
+    """One response of the policy to every prompt.
+
+    prompts: each with its token ids. sampling: as rollouts are sampled; its seed makes every request's own. Responses that
+    the engine aborted and empty ones are left out. Raises ValueError where none is left.
+    """
+    seeds = None if sampling.seed is None else [sampling.seed + i for i in range(len(prompts))]
+    rollouts = engine.generate([list(ids) for _, ids in prompts], sampling, seeds=seeds)
+    rows = [
+        TextRow(p.prompt_id, p.task, r.prompt_ids, r.token_ids, (1,) * len(r.token_ids), r.logprobs)
+        for (p, _), r in zip(prompts, rollouts, strict=True)
+        if r.token_ids and r.finish_reason != "abort"
+    ]
+    if not rows:
+        reasons = sorted({r.finish_reason for r in rollouts})
+        raise ValueError(f"self-distillation: 0 of {len(prompts)} prompts got a response, finish reasons {reasons}")
+    return rows
+
+
+def fingerprint(parts: Mapping[str, Any]) -> str:
+    """16 hex digits that stand for what makes a text set (JSON-serialisable `parts`)."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def text_set(
+    root: Path, parts: Mapping[str, Any], make: Callable[[], Mapping[str, Sequence[TextRow]]]
+) -> tuple[Path, dict[str, Any]]:
+    """The folder of the text set that `parts` describe, made by `make` unless it is already whole, and its text.json.
+
+    make: -> {"train": rows, "heldout": rows}. It is written beside its place and moved there, so that a killed run leaves
+    nothing that looks finished.
+    """
+    folder = root / fingerprint(parts)
+    if (folder / META).exists():
+        log.info("text: %s is reused", folder)
+        return folder, json.loads((folder / META).read_text())
+    sets = make()
+    root.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=root))
+    try:
+        meta = {"fingerprint": folder.name, "made_from": dict(parts)}
+        for split in SPLITS:
+            _write(part / f"{split}.parquet", sets[split])
+            meta[f"num_{split}"] = len(sets[split])
+            meta[f"num_{split}_response_tokens"] = sum(sum(row.response_mask) for row in sets[split])
+        meta["sampled_by_policy"] = all(row.logprobs is not None for split in SPLITS for row in sets[split])
+        (part / META).write_text(json.dumps(meta, indent=1, default=str))
+        try:
+            os.rename(part, folder)
+        except OSError:  # another run made the same set meanwhile
+            if not (folder / META).exists():
+                raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder, json.loads((folder / META).read_text())
+
+
+def read_rows(path: Path) -> list[TextRow]:
+    """Rows of a text set's parquet file."""
+    import pyarrow.parquet as parquet
+
+    rows = parquet.read_table(path).to_pylist()
+    return [TextRow(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows]
+
+
+def _write(path: Path, rows: Sequence[TextRow]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    ids = pa.list_(pa.int32())
+    schema = pa.schema(
+        [("prompt_id", pa.string()), ("task", pa.string()), ("prompt_ids", ids), ("response_ids", ids)]
+        + [("response_mask", pa.list_(pa.int8())), ("logprobs", pa.list_(pa.float32()))]
+    )
+    parquet.write_table(pa.Table.from_pylist([asdict(row) for row in rows], schema=schema), path)
+
+
+def load_parquet(path: Path, tokenizer: Any, *, max_tokens: int) -> list[TextRow] | list[Prompt]:
+    """Given text, or the prompts of a file that has prompts alone.
+
+    Sequences are cut after `max_tokens`. Raises ValueError where no known column is there, or where a column has a type
+    that it cannot have.
+    """
+    import pyarrow.parquet as parquet
+
+    table = parquet.read_table(path)
+    column = next((name for name in COLUMNS if name in table.column_names), None)
+    if column is None:
+        raise ValueError(
+            f"data.path={path}: has columns {', '.join(table.column_names)}, expected one of {', '.join(COLUMNS)}"
+        )
+    rows = table.to_pylist()
+    name = path.stem
+    if column == "prompt" and "response" not in table.column_names:
+        return [Prompt(f"{name}/{i}", name, _user_text(row["prompt"], path)) for i, row in enumerate(rows)]
+    make = {"messages": _from_messages, "prompt": _from_pair, "text": _from_text}[column]
+    made = []
+    for i, row in enumerate(rows):
+        prompt_ids, response_ids, mask = make(row, tokenizer, path)
+        room = max(0, max_tokens - len(prompt_ids))
+        made.append(
+            TextRow(f"{name}/{i}", name, tuple(prompt_ids), tuple(response_ids[:room]), tuple(mask[:room]), None)
+        )
+    return made
+
+
+def require_supervision(rows: Sequence[TextRow], source: str) -> None:
+    """Raise ValueError where no token of the whole set is supervised: then the chat template is wrong, not a row."""
+    if not any(any(row.response_mask) for row in rows):
+        raise ValueError(
+            f"{source}: 0 supervised tokens in {len(rows)} sequences; the tokenizer's chat template renders no assistant "
+            "turn that continues its prompt: check chat_template in the policy's tokenizer_config.json, or give the text "
+            "in a column `text`"
+        )
+
+
+def _from_text(row: Mapping[str, Any], tokenizer: Any, path: Path) -> tuple[list[int], list[int], list[int]]:
+    if not isinstance(row["text"], str):
+        raise ValueError(f"data.path={path}: column text holds {type(row['text']).__name__}, expected a string")
+    ids = tokenizer(row["text"], add_special_tokens=False)["input_ids"]
+    return ids[:1], ids[1:], [1] * max(0, len(ids) - 1)  # nothing predicts the first token
+
+
+def _from_pair(row: Mapping[str, Any], tokenizer: Any, path: Path) -> tuple[list[int], list[int], list[int]]:
+    prompt = [{"role": "user", "content": _user_text(row["prompt"], path)}]
+    return _from_messages({"messages": [*prompt, {"role": "assistant", "content": row["response"]}]}, tokenizer, path)
+
+
+def _from_messages(row: Mapping[str, Any], tokenizer: Any, path: Path) -> tuple[list[int], list[int], list[int]]:
+    """Supervise what each assistant turn adds to its own prompt; turns that do not continue it stay unsupervised."""
+    messages = row["messages"]
+    if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        raise ValueError(f"data.path={path}: column messages expects lists of {{role, content}}, got {messages!r:.80}")
+
+    def render(upto: int, prompt: bool) -> list[int]:
+        return list(
+            tokenizer.apply_chat_template(
+                messages[:upto], add_generation_prompt=prompt, tokenize=True, return_dict=False
+            )
+        )
+
+    ids = render(len(messages), False)
+    mask = [0] * len(ids)
+    first = len(ids)
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, after = render(i, True), render(i + 1, False)
+        if after[: len(before)] == before and ids[: len(after)] == after:
+            mask[len(before) : len(after)] = [1] * (len(after) - len(before))
+            first = min(first, len(before))
+    return ids[:first], ids[first:], mask[first:]
+
+
+def _user_text(prompt: Any, path: Path) -> str:
+    """The user's turn of a `prompt` cell: a string, or a chat of one turn (verl's layout)."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], Mapping) and "content" in prompt[0]:
+        return prompt[0]["content"]
+    raise ValueError(
+        f"data.path={path}: column prompt holds {prompt!r:.80}, expected a string or a list of one {{role, content}}"
+    )

@@ -1,0 +1,161 @@
+"""The one place that imports deepspeed: an optimizer step over the heads, with ZeRO 0 to 3, on CPU and GPU.
+
+DeepSpeed averages gradients over micro-batches and ranks. `step` is given weights that undo this average, so that the
+gradient is that of one mean over all anchors of the global batch, whatever the packing:
+
+    L = sum_m n_m L_m / sum_m n_m        (micro-batches m of all ranks, n_m anchors with mean loss L_m)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LAST = "last.json"  # names the newest complete checkpoint; replaced atomically, after the checkpoint is whole
+
+
+def deepspeed_config(
+    *, zero_stage: int, grad_accum: int, grad_clip: float, lr: float, weight_decay: float
+) -> dict[str, Any]:
+    """DeepSpeed's own config. torch's AdamW: DeepSpeed's CPU Adam is compiled on first use, for minutes."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # one packed batch; DeepSpeed never sees its sequences
+        "gradient_accumulation_steps": grad_accum,
+        "gradient_clipping": grad_clip,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": lr, "weight_decay": weight_decay, "betas": [0.9, 0.95], "torch_adam": True},
+        },
+        "zero_optimization": {"stage": zero_stage, "overlap_comm": False},
+        "steps_per_print": 10**9,
+    }
+
+
+def init_process_group(device: str, rendezvous: Path, rank: int, world_size: int) -> None:
+    """Join the other training processes over the file `rendezvous` (fresh for each start), gloo on CPU, nccl on GPU."""
+    if device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed 0.19 compiles a shared-memory all-reduce (80 s) when its backend starts, used or not. It takes an op
+    # that this table does not name for unavailable and keeps to gloo, and then needs no compiler at all.
+    deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.init_distributed(
+        dist_backend="gloo" if device == "cpu" else "nccl",
+        init_method=f"file://{rendezvous.resolve()}",
+        rank=rank,
+        world_size=world_size,
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
+
+
+class Trainer:
+    """DeepSpeed's engine around `module`, whose forward(batch) returns (mean loss, detached per-depth values)."""
+
+    def __init__(self, module: torch.nn.Module, config: Mapping[str, Any]) -> None:
+        import deepspeed
+
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        self.engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=dict(config))
+        self.zero_stage: int = config["zero_optimization"]["stage"]
+        self.grad_accum: int = config["gradient_accumulation_steps"]
+        self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def step(self, batches: Sequence[Any], counts: Sequence[int], total: int, lr: float) -> torch.Tensor:
+        """One optimizer step over this rank's micro-batches.
+
+        batches: `grad_accum` inputs of the module. counts: anchors in each. total: anchors of all ranks' micro-batches.
+        Returns [1+W] float32: loss and the module's W values, means over all `total` anchors, the same on every rank.
+        """
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        mean: torch.Tensor | None = None
+        for batch, count in zip(batches, counts, strict=True):
+            loss, values = self.engine(batch)
+            self.engine.backward(loss * (count * self.grad_accum * self.world_size / total))
+            self.engine.step()  # updates on the last micro-batch only
+            part = torch.cat([loss.detach().float().reshape(1), values.float()]) * (count / total)
+            mean = part if mean is None else mean + part
+        if mean is None:
+            raise ValueError(f"batches: got none, expected grad_accum={self.grad_accum}")
+        if self.world_size > 1:
+            torch.distributed.all_reduce(mean)
+        return mean
+
+    def grad_norm(self) -> float:
+        """Gradient norm of the last step, before the clip."""
+        return float(self.engine.get_global_grad_norm())
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Whole parameters by name, on the CPU, on every rank (a collective under ZeRO-3)."""
+        import deepspeed
+
+        named = dict(self.engine.module.named_parameters())
+        with deepspeed.zero.GatheredParameters(list(named.values()), enabled=self.zero_stage == 3):
+            return {name: p.detach().cpu().clone() for name, p in named.items()}
+
+    def gathered(self) -> Any:
+        """Context in which the module's parameters are whole, for scoring outside of DeepSpeed's forward."""
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(list(self.engine.module.parameters()), enabled=self.zero_stage == 3)
+
+    def save(self, folder: Path, step: int, state: Mapping[str, Any]) -> None:
+        """Write the checkpoint of `step`, then let it count as the last one, then drop older ones. Collective."""
+        self.engine.save_checkpoint(str(folder), tag=f"step_{step}", client_state=dict(state), save_latest=False)
+        self.barrier()
+        if self.rank == 0:
+            for script in folder.glob("zero_to_*.py"):  # converters for DeepSpeed's own layout; bebop writes the heads
+                script.unlink()
+            write_json(folder / LAST, {"step": step, "world_size": self.world_size, "zero_stage": self.zero_stage})
+            for old in folder.glob("step_*"):
+                if old.name != f"step_{step}":
+                    shutil.rmtree(old, ignore_errors=True)
+        self.barrier()
+
+    def restore(self, folder: Path) -> dict[str, Any] | None:
+        """Load the last complete checkpoint and return its state, or None where there is none. Collective.
+
+        Raises ValueError where it was written with another number of processes or ZeRO stage.
+        """
+        last = folder / LAST
+        if not last.exists():
+            return None
+        saved = json.loads(last.read_text())
+        for key, mine in (("num_processes", self.world_size), ("zero_stage", self.zero_stage)):
+            theirs = saved["world_size" if key == "num_processes" else key]
+            if theirs != mine:
+                raise ValueError(
+                    f"sft.{key}={mine}: the checkpoint in {folder} was written with {theirs}; "
+                    f"set sft.{key}={theirs} or another run_dir"
+                )
+        path, state = self.engine.load_checkpoint(str(folder), tag=f"step_{saved['step']}")
+        if path is None:
+            raise ValueError(f"{folder}/step_{saved['step']}: DeepSpeed found no checkpoint there; use another run_dir")
+        return state
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            torch.distributed.barrier()
+
+    def close(self) -> None:
+        self.engine.destroy()
+        torch.distributed.destroy_process_group()
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write JSON so that a reader sees the old file or the new one, never a part."""
+    part = path.with_name(path.name + f".{os.getpid()}.part")
+    part.write_text(json.dumps(value, indent=1))
+    part.replace(path)
