@@ -1,0 +1,169 @@
+"""The command line: parse, validate, dispatch. Nothing heavy is imported before the config has passed.
+
+Exit codes: 0 done, 1 the command ran and failed (doctor found a fault, a stage broke), 2 the input cannot run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bebop.config import COMMANDS, ConfigError, Run, check
+from bebop.overrides import CONFIGS, RECIPES, Arguments, parse
+
+# command -> module with run(config, run_dir)
+STAGES = {
+    "sft": "bebop.sft",
+    "grpo": "bebop.rl",
+    "demo": "bebop.demo",
+    "eval": "bebop.evaluate",
+    "bench": "bebop.bench",
+    "doctor": "bebop.doctor",
+    "report": "bebop.monitor.report",
+}
+# keys in which a resumed run may differ from the run that began in its folder
+RESUMABLE = ("run_dir", "logger", "grpo.steps")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Console script `bebop COMMAND [overrides]`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("help", "-h", "--help"):
+        print(f"usage: bebop {{{'|'.join(COMMANDS)}}} [hydra overrides] [-m] [--cfg job] [--dry-run]")
+        return 0
+    command = words.pop(0)
+    try:
+        if command not in COMMANDS:
+            raise ConfigError(f"unknown command {command!r}; there are {', '.join(COMMANDS)}")
+        arguments = parse(command, words)
+        if arguments.multirun:
+            return _multirun(command, arguments)
+        values = compose(command, arguments)
+        if arguments.show:
+            print(_yaml(values), end="")
+            return 0
+        config = check(command, values)
+        if arguments.dry_run:
+            print(_yaml(config.model_dump(mode="json")), end="")
+            return 0
+        return _run(command, config)
+    except ConfigError as error:
+        print(f"bebop: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("bebop: stopped; the same command with the same run_dir goes on", file=sys.stderr)
+        return 130
+
+
+def compose(command: str, arguments: Arguments) -> dict[str, Any]:
+    """hydra's composition of configs/<command>.yaml under the overrides, as a plain dict."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    search = f"hydra.searchpath=[file://{RECIPES}]"
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            composed = hydra_compose(command, overrides=[search, *arguments.overrides])
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+    if arguments.verl:
+        values["grpo"]["verl_overrides"] = [*values["grpo"]["verl_overrides"], *arguments.verl]
+    return values
+
+
+def _yaml(values: dict[str, Any]) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(values)
+
+
+def _run(command: str, config: Run) -> int:
+    from bebop.monitor import write_run_json
+
+    if command == "report":
+        run_dir = Path(config.run)
+        if not (run_dir / "metrics.jsonl").is_file():
+            raise ConfigError(f"run={run_dir}: no metrics.jsonl there; give the folder of a run")
+        print(importlib.import_module(STAGES[command]).write_report(run_dir))
+        return 0
+    run_dir = Path(config.run_dir or Path("runs") / command / time.strftime("%Y%m%d-%H%M%S")).resolve()
+    values = config.model_dump(mode="json")
+    _refuse_another_run(run_dir, command, values)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_run_json(run_dir, command, values)
+    result = importlib.import_module(STAGES[command]).run(config, run_dir)
+    print(run_dir)
+    return result if isinstance(result, int) else 0
+
+
+def _refuse_another_run(run_dir: Path, command: str, values: dict[str, Any]) -> None:
+    """A folder is resumed by the command that began in it, and by no other."""
+    path = run_dir / "run.json"
+    if not path.is_file():
+        return
+    before = json.loads(path.read_text())
+    if before.get("command") != command:
+        raise ConfigError(
+            f"run_dir={run_dir} holds a run of `{before.get('command')}`, not of `{command}`; choose another run_dir"
+        )
+    old, new = _flat(before.get("config", {})), _flat(values)
+    for key in sorted(old.keys() | new.keys()):
+        if any(key == free or key.startswith(free + ".") for free in RESUMABLE):
+            continue
+        if old.get(key) != new.get(key):
+            raise ConfigError(
+                f"run_dir={run_dir} holds a run with {key}={old.get(key)}, this one has {key}={new.get(key)}; "
+                "choose another run_dir, or the same value to go on with that run"
+            )
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict) or not values:
+        return {prefix[:-1]: values}
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.")
+    return flat
+
+
+def _multirun(command: str, arguments: Arguments) -> int:
+    """Each job of the sweep is a process of its own, in a folder of its own; all run, the worst exit code is returned."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = OverridesParser.create().parse_overrides(arguments.overrides)
+    base = Path("runs") / command / time.strftime("%Y%m%d-%H%M%S")
+    jobs = [list(job) for job in BasicSweeper.split_arguments(parsed, None)[0]]
+    swept = {o.key_or_group for o in parsed if o.is_sweep_override()}
+    worst, finished = 0, []
+    for number, job in enumerate(jobs):
+        mine = [word for word in job if not word.startswith("run_dir=")]
+        given = [word.split("=", 1)[1].strip("'\"") for word in job if word.startswith("run_dir=")]
+        label = "_".join(w for w in mine if w.split("=")[0] in swept).replace("/", "-").replace(" ", "")
+        folder = (Path(given[0]) if given else base) / f"{number}_{label}"
+        # Configs are checked for every job before the first one starts.
+        check(command, compose(command, Arguments(mine, arguments.verl)))
+        finished.append((mine, folder))
+    if arguments.show or arguments.dry_run:
+        for mine, _ in finished:
+            print(f"# {' '.join(mine)}\n{_yaml(compose(command, Arguments(mine, arguments.verl)))}", end="")
+        return 0
+    for number, (mine, folder) in enumerate(finished):
+        print(f"bebop: job {number + 1} of {len(finished)}: {' '.join(mine)}", file=sys.stderr)
+        words = [*mine, *(f"verl.{word}" for word in arguments.verl), f"run_dir={folder}"]
+        code = subprocess.run([sys.executable, "-m", "bebop.cli", command, *words], check=False).returncode
+        worst = max(worst, abs(code))
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# bebop's one entry: sets up .venv on first use, then runs a command.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+readonly UV_VERSION=0.13.9
+
+usage() {
+  cat <<'TEXT'
+usage: ./launch.sh COMMAND [hydra overrides ...]
+
+  demo            the main job on this machine: a tiny policy, its MTP heads, async GRPO, the report
+  sft             train the MTP heads of a policy before RL
+  grpo            GRPO whose rollouts speculate with those heads
+  eval            acceptance of the heads: sampled by the engine, and scored exactly
+  bench           measure the engine
+  report run=DIR  one HTML page from the records of a run (or: report DIR)
+  doctor          what is installed, and whether the engine samples the exact distribution
+  test [quick]    the test suite, or its inner loop; more words go to pytest
+  setup           make .venv from the lock, and nothing else
+  help            this text
+
+Every command takes hydra overrides (sft.steps=200 loss=hard_ce), recipe=<folder of recipes/>,
+-m for a sweep (-m loss=hard_ce,e2e_tv), --cfg job to print its config, --dry-run to check it without running.
+Environment: BEBOP_ACCELERATOR=cpu|gpu forces the lock; BEBOP_PYTHON=<python3.11 or 3.12>; BEBOP_HOME=<cache folder>.
+TEXT
+}
+
+say() { printf 'bebop: %s\n' "$*" >&2; }
+die() { say "error: $*"; exit 2; }
+
+accelerator() {
+  case "${BEBOP_ACCELERATOR:-}" in
+    cpu | gpu) echo "$BEBOP_ACCELERATOR" ;;
+    "") if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q .; then echo gpu; else echo cpu; fi ;;
+    *) die "BEBOP_ACCELERATOR=$BEBOP_ACCELERATOR: expected cpu or gpu" ;;
+  esac
+}
+
+# A Python that the lock was made for, or one clear line.
+find_python() {
+  local candidate version
+  for candidate in ${BEBOP_PYTHON:+"$BEBOP_PYTHON"} python3.11 python3.12 python3 python; do
+    version=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
+    case "$version" in 3.11 | 3.12) echo "$candidate"; return ;; esac
+    [ -z "${BEBOP_PYTHON:-}" ] || die "BEBOP_PYTHON=$BEBOP_PYTHON is Python $version; bebop needs Python 3.11 or 3.12"
+  done
+  die "no Python 3.11 or 3.12 found (python3 is $(python3 --version 2>&1 | head -n 1)); install one, or set BEBOP_PYTHON to it"
+}
+
+setup() {
+  local kind stamp python links
+  kind=$(accelerator)
+  stamp="$kind $(cat "requirements/$kind.lock" "requirements/overrides-$kind.txt" pyproject.toml | sha256sum | cut -c1-32)"
+  if [ -x .venv/bin/python ] && [ "$(cat .venv/bebop-stamp 2>/dev/null)" = "$stamp" ] && .venv/bin/python -c '' 2>/dev/null; then
+    return
+  fi
+  exec 7>.setup.lock
+  if command -v flock >/dev/null 2>&1; then flock 7; fi
+  python=$(find_python)
+  say "set-up for $kind with $("$python" --version), in .venv"
+  if ! [ -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    "$python" -m venv --clear .venv || die "$python cannot make a virtual environment (on Debian: apt install python3-venv)"
+  fi
+  rm -f .venv/bebop-stamp
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check "uv==$UV_VERSION"
+  # uv does not read pip's own settings: a folder of wheels named there holds builds that fit this machine. Without one,
+  # a CPU machine asks for the CPU build of torch by uv's own name for it.
+  links=$(.venv/bin/python -m pip config get global.find-links 2>/dev/null || true)
+  local options=(--python .venv/bin/python --overrides "requirements/overrides-$kind.txt" -r "requirements/$kind.lock")
+  if [ -n "$links" ]; then
+    for link in $links; do options+=(--find-links "$link"); done
+  elif [ "$kind" = cpu ]; then
+    options+=(--torch-backend cpu)
+  fi
+  say "installing the packages of requirements/$kind.lock"
+  .venv/bin/uv pip install "${options[@]}"
+  say "installing bebop"
+  .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --editable .
+  say "compiling Python files (once; start-ups are faster for it)"
+  .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
+  echo "$stamp" >.venv/bebop-stamp
+  say "set-up done"
+  exec 7>&-
+}
+
+command=${1:-help}
+[ $# -eq 0 ] || shift
+case "$command" in
+  help | -h | --help) usage ;;
+  setup) setup ;;
+  test)
+    setup
+    if [ "${1:-}" = quick ]; then shift; exec .venv/bin/python -m pytest -m "not e2e" "$@"; fi
+    exec .venv/bin/python -m pytest "$@"
+    ;;
+  demo | sft | grpo | eval | bench | report | doctor)
+    setup
+    exec .venv/bin/bebop "$command" "$@"
+    ;;
+  *) usage >&2; die "unknown command '$command'" ;;
+esac

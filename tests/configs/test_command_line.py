@@ -1,0 +1,109 @@
+"""What a user may type, and the one line that answers a slip. Every check runs before any model loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from bebop.cli import compose, main
+from bebop.config import COMMANDS, ConfigError, check
+from bebop.overrides import Arguments, parse
+
+
+def composed(command: str, *words: str) -> dict:
+    return compose(command, parse(command, list(words)))
+
+
+@pytest.mark.parametrize("word", ["sft.lrr=1", "+sft.lrr=1", "++sft.lrr=2"])
+def test_unknown_key_names_itself_and_the_nearest(word, capsys):
+    assert main(["sft", word]) == 2
+    message = capsys.readouterr().err
+    assert word in message and "sft.lr?" in message and message.count("\n") == 1
+
+
+def test_wrong_type_names_key_and_value(capsys):
+    assert main(["sft", "sft.lr=abc"]) == 2
+    assert "sft.lr='abc'" in capsys.readouterr().err
+
+
+def test_checks_survive_python_without_asserts():
+    for word in ("sft.lrr=1", "sft.lr=abc"):
+        done = subprocess.run(
+            [sys.executable, "-O", "-m", "bebop.cli", "sft", word], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2 and "sft.lr" in done.stderr
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5"])
+def test_draft_length_that_is_no_count_is_rejected(value, capsys):
+    assert main(["grpo", f"rollout.num_speculative_tokens={value}"]) == 2
+    assert f"rollout.num_speculative_tokens={value}" in capsys.readouterr().err
+
+
+def test_draft_deeper_than_the_head_names_both_numbers_and_both_keys(capsys):
+    assert main(["sft", "rollout.num_speculative_tokens=4", "sft.depth=3"]) == 2
+    message = capsys.readouterr().err
+    assert "rollout.num_speculative_tokens=4" in message and "sft.depth=3" in message
+
+
+def test_group_option_that_does_not_exist_names_the_nearest(capsys):
+    assert main(["sft", "loss=e2etv"]) == 2
+    assert "loss=e2e_tv" in capsys.readouterr().err
+
+
+def test_truncated_training_rollouts_are_refused(capsys):
+    assert main(["grpo", "rollout.top_p=0.8"]) == 2
+    assert "rollout.top_p=0.8" in capsys.readouterr().err
+
+
+def test_async_without_a_correction_is_refused(capsys):
+    assert main(["grpo", "trainer=colocate_async", "trainer.importance_correction=none"]) == 2
+    assert "trainer.importance_correction=none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "path", ["runs/a=b", "runs/with space", "runs/a,b", "runs/it's", "runs/(x)[y]{z}", "runs/back\\slash"]
+)
+def test_paths_pass_through_untouched(path):
+    assert composed("sft", f"run_dir={path}")["run_dir"] == path
+
+
+def test_verl_keys_are_passed_on_as_verl_spells_them():
+    values = composed("grpo", "verl.trainer.val_before_train=True", "actor_rollout_ref.actor.optim.lr=1e-5")
+    assert values["grpo"]["verl_overrides"] == [
+        "trainer.val_before_train=True",
+        "actor_rollout_ref.actor.optim.lr=1e-5",
+    ]
+    with pytest.raises(ConfigError, match="verl"):
+        parse("sft", ["verl.trainer.val_before_train=True"])
+
+
+def test_show_and_dry_run_print_the_config_and_run_nothing(capsys, tmp_path):
+    for flag in (["--cfg", "job"], ["--dry-run"]):
+        assert main(["sft", "sft.steps=7", f"run_dir={tmp_path / 'run'}", *flag]) == 0
+        assert "steps: 7" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_multirun_expands_every_combination(capsys):
+    assert main(["sft", "-m", "loss=hard_ce,e2e_tv", "sft.depth=3,4", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("# loss=") == 4 and "# loss=hard_ce sft.depth=4" in out
+
+
+def test_run_folder_of_another_run_is_refused(capsys, tmp_path):
+    from bebop.monitor import write_run_json
+
+    values = check("sft", composed("sft", f"run_dir={tmp_path}")).model_dump(mode="json")
+    write_run_json(tmp_path, "sft", values)
+    assert main(["sft", f"run_dir={tmp_path}", "sft.lr=0.5"]) == 2
+    assert "sft.lr=0.5" in capsys.readouterr().err
+    assert main(["grpo", f"run_dir={tmp_path}"]) == 2
+    assert "`sft`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "report"])
+def test_every_command_composes_and_passes_its_schema(command):
+    check(command, compose(command, Arguments()))

@@ -1,0 +1,27 @@
+"""Fixtures that several folders share. Real parts only; what is slow to make is made once a session."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """Root of the checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def tiny_random(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint in the MiMo layout, MTP layer included, with the tiny policy's tokenizer."""
+    from bebop.backbone import random_checkpoint
+
+    return random_checkpoint(tmp_path_factory.mktemp("policy") / "tiny-random")
