@@ -136,7 +136,7 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _multirun(command: str, arguments: Arguments) -> int:
-    """Each job of the sweep is a process of its own, in a folder of its own; all run, the worst exit code is returned."""
+    """Each job of the sweep is a process of its own, in a folder of its own; returns the worst exit code."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 

@@ -343,7 +343,7 @@ def check_depth(rollout: RolloutSection, depth: int, key: str) -> None:
 
 
 def check_untruncated(rollout: RolloutSection) -> None:
-    """Raise where training rollouts would be truncated: the engine renormalises over the kept set, the trainer does not."""
+    """Raise on truncated training rollouts: the engine renormalises over the kept set, the trainer does not."""
     for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         if value != off:
             raise ConfigError(
