@@ -69,6 +69,8 @@ class Task(Section):
     weight: float = Field(1.0, gt=0)
     # parameters of the reasoning-gym data set
     params: dict[str, Any] = Field(default_factory=dict)
+    # text under the question, such as how to end a response; empty: the question alone
+    instruction: str = ""
 
 
 class Data(Section):

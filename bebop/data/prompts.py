@@ -1,0 +1,75 @@
+"""Prompts out of tasks: deterministic, and in splits that cannot overlap.
+
+A question belongs to one split by the hash of its text, whatever the seed: no prompt that scores or trains the policy
+by reinforcement was seen in its pre-training, or in the heads'.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from bebop.config import Task
+from bebop.data.tasks import dataset, worked_solution
+from bebop.records import Prompt
+
+# Sixteenths of all questions. pretrain: the tiny policy; train, heldout: the heads; rl: GRPO; eval: the eval command.
+SPLITS = {"pretrain": range(0, 6), "train": range(6, 10), "heldout": range(10, 11), "rl": range(11, 15), "eval": range(15, 16)}
+MAX_TRIES = 2000
+
+
+def split_of(question: str) -> str:
+    """The one split that a question belongs to."""
+    bucket = hashlib.sha256(question.encode()).digest()[0] % 16
+    return next(name for name, buckets in SPLITS.items() if bucket in buckets)
+
+
+def make_prompts(tasks: Sequence[Task], n: int, seed: int, split: str, *, solutions: bool = True) -> list[Prompt]:
+    """`n` prompts of `split`, drawn from `tasks` by their weights; the same list for the same arguments.
+
+    With solutions, a prompt carries a worked solution where its task has a writer. A task with few questions repeats
+    them. Raises ValueError on an unknown task, parameter or split, or a task that has no question in the split.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r}: expected one of {', '.join(SPLITS)}")
+    if not tasks:
+        raise ValueError("data.tasks is empty: name at least one task")
+    draw = random.Random(f"{split}/{seed}")
+    chosen = draw.choices(range(len(tasks)), weights=[task.weight for task in tasks], k=n)
+    streams = [_Questions(task, seed, split, place) for place, task in enumerate(tasks)]
+    return [streams[i].next(solutions) for i in chosen]
+
+
+class _Questions:
+    """The questions of one task that fall into one split, in the order of their index in reasoning-gym's data set."""
+
+    def __init__(self, task: Task, seed: int, split: str, place: int) -> None:
+        self.task, self.seed, self.split = task, seed, split
+        self.items = dataset(task.name, task.params)
+        # reasoning-gym seeds item i with seed + i: far-apart starts keep two seeds from sharing their items
+        self.index = random.Random(f"{task.name}/{place}/{split}/{seed}").randrange(2**31)
+
+    def next(self, solutions: bool) -> Prompt:
+        for _ in range(MAX_TRIES):
+            self.index += 1
+            item = self.items[self.index]
+            if split_of(item["question"]) == self.split:
+                return self._prompt(item, solutions)
+        raise ValueError(
+            f"data.tasks {self.task.name} params={self.task.params}: no question of split {self.split} "
+            f"in {MAX_TRIES} tries; give the task more digits, terms or values"
+        )
+
+    def _prompt(self, item: dict[str, Any], solutions: bool) -> Prompt:
+        entry = json.loads(json.dumps({**item, "params": self.task.params}, default=str))
+        text = item["question"] + (f"\n{self.task.instruction}" if self.task.instruction else "")
+        return Prompt(
+            prompt_id=f"{self.task.name}/{self.seed}/{self.index}",
+            task=self.task.name,
+            text=text,
+            solution=worked_solution(self.task.name, entry) if solutions else None,
+            entry=entry,
+        )

@@ -1,0 +1,62 @@
+"""Tasks with a verifiable reward: reasoning-gym's data sets and its own verifiers, on the answer that a response ends with."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from bebop.data.worked import WRITERS, Slips
+from bebop.records import Prompt
+
+ANSWER = "Answer:"
+
+
+@lru_cache(maxsize=64)
+def _dataset(name: str, params: str) -> Any:
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if name not in DATASETS:
+        like = difflib.get_close_matches(name, DATASETS, n=1)
+        hint = f"did you mean {like[0]}?" if like else f"those with worked solutions are {', '.join(WRITERS)}"
+        raise ValueError(f"data.tasks name={name!r}: reasoning-gym has no such data set; {hint}")
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(params).items()}
+    for key in ("seed", "size"):
+        if key in values:
+            raise ValueError(f"data.tasks {name}: params.{key} is bebop's own (seed, num_prompts); leave it out")
+    try:
+        return create_dataset(name, seed=0, size=2**31, **values)
+    except (TypeError, AssertionError, ValueError) as error:
+        raise ValueError(f"data.tasks {name} params={values}: reasoning-gym refuses them: {error}") from None
+
+
+def dataset(name: str, params: Mapping[str, Any]) -> Any:
+    """reasoning-gym's data set; item i of it depends on i alone. Raises ValueError on an unknown name or parameter."""
+    return _dataset(name, json.dumps(params, sort_keys=True))
+
+
+def worked_solution(task: str, entry: Mapping[str, Any], slips: Slips | None = None) -> str | None:
+    """Steps, then the answer line; None for a task that has no writer. `slips` puts errors in, see bebop.data.worked."""
+    writer = WRITERS.get(task)
+    return writer(entry, slips or Slips()) if writer else None
+
+
+def extract_answer(response: str) -> str | None:
+    """What stands behind the last `Answer:` of a response, to the end of its line; None where there is none."""
+    _, found, rest = response.rpartition(ANSWER)
+    if not found:
+        return None
+    line = rest.strip().split("\n", 1)[0]
+    return line.split("<|", 1)[0].strip() or None
+
+
+def score(prompt: Prompt, response: str) -> float:
+    """Reward in [0, 1]: reasoning-gym's verifier on the extracted answer; 0 for a response without an answer line."""
+    answer = extract_answer(response)
+    if answer is None:
+        return 0.0
+    entry = dict(prompt.entry)
+    value = dataset(prompt.task, entry.pop("params", {})).score_answer(answer, entry)
+    return min(1.0, max(0.0, float(value)))
