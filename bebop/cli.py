@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bebop.config import COMMANDS, ConfigError, Run, check
-from bebop.overrides import CONFIGS, RECIPES, Arguments, parse
+from bebop.overrides import CONFIGS, ROOT, Arguments, parse
 
 # command -> module with run(config, run_dir)
 STAGES = {
@@ -68,7 +68,7 @@ def compose(command: str, arguments: Arguments) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    search = f"hydra.searchpath=[file://{RECIPES}]"
+    search = f"hydra.searchpath=[file://{ROOT}]"
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = hydra_compose(command, overrides=[search, *arguments.overrides])

@@ -89,7 +89,7 @@ def _recipe(story: str) -> str:
             f"recipe={story}: no recipes/{story}/recipe.yaml; "
             + (f"did you mean {like}?" if like else f"there are {known}")
         )
-    return f"+{story}=recipe"
+    return f"+recipes/{story}=recipe"
 
 
 def _known(command: str, match: re.Match[str], multirun: bool) -> str:
