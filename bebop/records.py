@@ -32,6 +32,7 @@ class Sampling:
     seed: int | None = None
     logprobs: bool = True  # log-probability of every emitted token at the sampling temperature
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False  # go on to max_tokens
 
 
 @dataclass(frozen=True)

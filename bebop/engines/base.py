@@ -1,0 +1,73 @@
+"""What a rollout engine offers to the stages, whatever serves it. No engine is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, Self
+
+from torch import Tensor
+
+from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
+
+
+class EngineError(RuntimeError):
+    """Anything that a rollout engine refuses or fails at; one line."""
+
+
+class EngineRefused(EngineError):
+    """The engine cannot do what was asked without changing the sampled distribution, or cannot do it at all."""
+
+
+class EngineDied(EngineError):
+    """The engine's process ended or broke; nothing more can be generated. Carries the engine's own error."""
+
+
+class RolloutEngine(Protocol):
+    """Samples token ids from a policy whose weights can be replaced while it runs."""
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights that sample now; `update_weights` sets it, 0 at the start."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        seeds: Sequence[int] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> list[Rollout]:
+        """Sample one response per prompt and wait for all.
+
+        prompts: token ids. seeds: one per prompt, in place of sampling.seed. extra: further sampling parameters under
+        the engine's own names. Raises EngineRefused for a parameter that speculation does not support, EngineDied.
+        """
+
+    async def agenerate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Rollout:
+        """Sample one response; may be awaited from any event loop, many at once."""
+
+    def update_weights(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int) -> WeightChecksums:
+        """Replace the named tensors (checkpoint names; backbone, heads or both) in place and return what is held now.
+
+        Running requests go on with the new weights. Raises EngineError for an unknown name, a wrong shape, or heads
+        that the engine does not hold; then nothing was replaced.
+        """
+
+    def checksums(self) -> WeightChecksums:
+        """Checksums of what the engine holds, comparable with `bebop.mtp.checksum` of the trainer's tensors."""
+
+    def pause(self, mode: Literal["abort", "keep"] = "keep") -> None:
+        """Stop sampling. abort: running requests return what they have, reason "abort"; keep: `resume` continues them."""
+
+    def resume(self) -> None:
+        """Go on sampling after `pause`."""
+
+    def counts(self) -> DraftCounts:
+        """Draft counters over the engine's life, all requests together."""
+
+    def close(self) -> None:
+        """End the engine and every process it started. May be called again."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...

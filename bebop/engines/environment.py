@@ -1,0 +1,56 @@
+"""Environment of the engine's processes, set here and nowhere else.
+
+A spawned process reads its environment once, at the start: the values stand only while the engine is being started,
+and the caller's own environment is restored after. A value that the user has set is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bebop.engines.vllm_patches import PLAIN_WEIGHTS_ENV
+
+
+def engine_environment(on_cpu: bool) -> dict[str, str]:
+    """Variables for a vLLM engine on this machine, the ones that are already set left out."""
+    wanted = {
+        "HF_HUB_OFFLINE": "1",  # policies are directories on disk
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if on_cpu:
+        wanted |= {
+            PLAIN_WEIGHTS_ENV: "1",  # weights are updated in place
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # another stage may run beside the engine
+            "TORCH_COMPILE_DISABLE": "1",
+            # one process less to start: the worker lives in the engine core, whose OpenMP variables are set here
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        if library := intel_openmp():
+            wanted["LD_PRELOAD"] = str(library)
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def intel_openmp() -> Path | None:
+    """libiomp5.so of this Python environment, where it is installed: vLLM's CPU drafting is slow without it."""
+    found = Path(sys.prefix) / "lib" / "libiomp5.so"
+    return found if found.exists() else None
+
+
+@contextmanager
+def applied(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for the duration of the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,365 @@
+"""Rollouts by vLLM: MTP speculation with rejection sampling, or plain decoding, over vLLM's AsyncLLM.
+
+AsyncLLM lives on an event loop in a thread of its own, so that callers may block (`generate`) or await (`agenerate`)
+from wherever they are. Draft sampling is always explicit: vLLM's default drafts greedily, which turns acceptance into
+p(argmax q).
+
+Version stamps: `update_weights` freezes the running requests, notes how many tokens each has, loads, and lets them go
+on; a token's version is the number of the load that it came after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import tempfile
+import threading
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from torch import Tensor
+
+from bebop.config import RolloutSection
+from bebop.engines import vllm_patches
+from bebop.engines.base import EngineDied, EngineError, EngineRefused
+from bebop.engines.environment import applied, engine_environment
+from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
+
+logger = logging.getLogger("bebop.engines")
+
+# vLLM 0.31.0 applies these to the first token of a verification step only, or not at all
+NOT_WITH_SPECULATION = ("min_p", "logit_bias", "min_tokens", "structured_outputs", "logits_processors")
+START_TIMEOUT_S = 600.0
+
+
+class VllmEngine:
+    """A running vLLM engine; see `bebop.engines.base.RolloutEngine` for what each method promises."""
+
+    def __init__(self, rollout: RolloutSection, policy_dir: Path, *, seed: int = 0, dtype: str = "float32") -> None:
+        vllm_patches.require()
+        self.version = 0
+        self.rollout = rollout
+        self._ids = itertools.count()
+        self._spans: dict[str, list[tuple[int, int]]] = {}  # request -> (tokens it had, version until then)
+        self._counts = DraftCounts()
+        self._paused = False
+        self._llm: Any = None
+        self._processes: list[Any] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="bebop-vllm", daemon=True)
+        self._thread.start()
+        try:
+            self._run(self._start(engine_arguments(rollout, policy_dir, seed=seed, dtype=dtype)), START_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    async def _start(self, arguments: dict[str, Any]) -> None:
+        with applied(engine_environment(vllm_patches.on_cpu())):
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            config = AsyncEngineArgs(**arguments).create_engine_config()
+            refuse_block(self.rollout, on_cpu=vllm_patches.on_cpu(), v2_runner=config.use_v2_model_runner)
+            self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[self._stat_logger()])
+        manager = getattr(getattr(self._llm.engine_core, "resources", None), "engine_manager", None)
+        self._processes = list(getattr(manager, "processes", []))
+        state = (await self._llm.collective_rpc("bebop_state"))[0]
+        logger.info("engine state: %s", state)
+        if self.rollout.speculation == "mtp" and not state["expand_keeps_floats"]:
+            message = "the engine truncates temperatures to integers: speculation at temperatures other than 1 is biased"
+            if all(status == "off" for status in state["fixes"].values()):
+                logger.warning("%s (%s=0)", message, vllm_patches.FIXES_ENV)
+            else:
+                raise EngineRefused(f"{message}, and bebop's fix for it is not in place: {state['fixes']}")
+
+    # -- sampling -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        seeds: Sequence[int] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> list[Rollout]:
+        if seeds is not None and len(seeds) != len(prompts):
+            raise EngineRefused(f"seeds has {len(seeds)} entries for {len(prompts)} prompts")
+        return self._run(self._generate_all(prompts, sampling, seeds, extra or {}))
+
+    async def agenerate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Rollout:
+        future = asyncio.run_coroutine_threadsafe(self._one(prompt_ids, sampling, request_id, None, {}), self._loop)
+        return await asyncio.wrap_future(future)
+
+    async def _generate_all(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int] | None, extra: Mapping[str, Any]
+    ) -> list[Rollout]:
+        seed_of = seeds if seeds is not None else [None] * len(prompts)
+        requests = [self._one(prompt, sampling, None, seed, extra) for prompt, seed in zip(prompts, seed_of, strict=True)]
+        tasks = [asyncio.ensure_future(request) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def _one(
+        self, prompt: Sequence[int], sampling: Sampling, request_id: str | None, seed: int | None, extra: Mapping[str, Any]
+    ) -> Rollout:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        values = sampling_values(sampling, speculating=self.rollout.speculation == "mtp", extra=extra)
+        if seed is not None:
+            values["seed"] = seed
+        params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False, **values)
+        request_id = request_id or f"bebop-{next(self._ids)}"
+        if request_id in self._spans:
+            raise EngineRefused(f"request_id {request_id!r} is running already")
+        self._spans[request_id] = []
+        try:
+            result = None
+            prompt_ids = [int(token) for token in prompt]
+            async for result in self._llm.generate({"prompt_token_ids": prompt_ids}, params, request_id):
+                pass
+        except Exception as error:
+            raise self._translated(error) from error
+        finally:
+            spans = self._spans.pop(request_id)
+        if result is None:
+            raise EngineError(f"request {request_id}: the engine returned nothing")
+        return self._rollout(request_id, prompt_ids, result.outputs[0], spans, sampling.logprobs)
+
+    def _rollout(
+        self, request_id: str, prompt: list[int], output: Any, spans: list[tuple[int, int]], want_logprobs: bool
+    ) -> Rollout:
+        tokens = tuple(output.token_ids)
+        logprobs = None
+        if want_logprobs:
+            logprobs = tuple(row[token].logprob for row, token in zip(output.logprobs or (), tokens, strict=True))
+        counted = output.spec_decode_metrics
+        counts = None
+        if counted is not None:
+            stats = vllm_patches.stats_of(counted)
+            counts = DraftCounts(stats.num_verify_steps, stats.num_draft_tokens, stats.accepted_per_depth)
+        return Rollout(
+            request_id=request_id,
+            prompt_ids=tuple(prompt),
+            token_ids=tokens,
+            logprobs=logprobs,
+            finish_reason=output.finish_reason,
+            versions=stamp(len(tokens), spans, self.version),
+            counts=counts,
+        )
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    def update_weights(
+        self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int
+    ) -> WeightChecksums:
+        from safetensors.torch import save_file
+
+        named = {name: tensor.detach().cpu().contiguous() for name, tensor in dict(tensors).items()}
+        shared_memory = Path("/dev/shm")
+        with tempfile.TemporaryDirectory(dir=shared_memory if shared_memory.is_dir() else None) as folder:
+            path = Path(folder) / "update.safetensors"
+            save_file(named, path)
+            return self._run(self._update(str(path), version))
+
+    async def _update(self, path: str, version: int) -> WeightChecksums:
+        try:
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            held = await self._llm.collective_rpc("bebop_update", args=(path,))
+            self._note_spans()
+            self.version = version
+            # keys and values of the old weights must not serve new requests; where running requests hold some, these
+            # are computed anew
+            if not await self._llm.reset_prefix_cache():
+                await self._llm.reset_prefix_cache(reset_running_requests=True)
+        except Exception as error:
+            raise self._translated(error) from error
+        finally:
+            if not self._paused and not self._dead():
+                await self._llm.resume_generation()
+        return WeightChecksums(**held[0])
+
+    def _note_spans(self) -> None:
+        for state in self._llm.output_processor.request_states.values():
+            if state.external_req_id in self._spans:
+                had = state.detokenizer.num_output_tokens()
+                self._spans[state.external_req_id].append((had, self.version))
+
+    def checksums(self) -> WeightChecksums:
+        return WeightChecksums(**self._call("bebop_checksums"))
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: Literal["abort", "keep"] = "keep") -> None:
+        if mode not in ("abort", "keep"):
+            raise EngineRefused(f"pause mode {mode!r}: expected abort or keep")
+        self._paused = True
+        self._run(self._llm.pause_generation(mode=mode, clear_cache=False))
+
+    def resume(self) -> None:
+        self._paused = False
+        self._run(self._llm.resume_generation())
+
+    def counts(self) -> DraftCounts:
+        return self._counts
+
+    def close(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            self._loop.call_soon_threadsafe(llm.shutdown)
+            for process in self._processes:
+                process.join(timeout=20)
+                if process.is_alive():
+                    process.kill()
+                    process.join(timeout=5)
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(timeout=10)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=10)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout)
+        except BaseException as error:
+            future.cancel()
+            if isinstance(error, Exception):
+                translated = self._translated(error)
+                if translated is not error:
+                    raise translated from error
+            raise
+
+    def _call(self, method: str) -> Any:
+        return self._run(self._llm.collective_rpc(method))[0]
+
+    def _dead(self) -> bool:
+        return self._llm is None or self._llm.errored or any(not process.is_alive() for process in self._processes)
+
+    def _translated(self, error: Exception) -> Exception:
+        if isinstance(error, EngineError):
+            return error
+        if self._dead():
+            codes = ", ".join(f"pid {p.pid} exit code {p.exitcode}" for p in self._processes if p.exitcode is not None)
+            return EngineDied(f"vLLM's engine died ({codes or 'still exiting'}): {_root(error)}")
+        if isinstance(error, (ValueError, TypeError, AttributeError)):
+            return EngineRefused(f"vLLM refused the request: {_root(error)}")
+        return EngineError(_root(error))
+
+    def _stat_logger(self) -> Any:
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        engine = self
+
+        class Counter(StatLoggerBase):
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+                drafted = getattr(scheduler_stats, "spec_decoding_stats", None)
+                if drafted is not None:
+                    per_depth = tuple(drafted.num_accepted_tokens_per_pos)
+                    engine._counts += DraftCounts(drafted.num_drafts, drafted.num_draft_tokens, per_depth)
+
+            def log_engine_initialized(self) -> None: ...
+
+        return Counter
+
+
+def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dtype: str) -> dict[str, Any]:
+    """vLLM's engine arguments for a rollout section; pure, apart from asking which platform this is."""
+    arguments: dict[str, Any] = {
+        "model": str(policy_dir),
+        "dtype": dtype,
+        "seed": seed,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_model_len": rollout.max_model_len,
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature
+        "worker_extension_cls": "bebop.engines.vllm_worker.WorkerExtension",
+        "disable_log_stats": False,
+    }
+    if vllm_patches.on_cpu():
+        # an explicit cache size with eager execution also spares the warm-up
+        arguments |= {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30),
+            "distributed_executor_backend": "uni",
+        }
+    else:
+        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+    if rollout.speculation == "mtp":
+        arguments |= {
+            "speculative_config": {
+                "method": "mtp",
+                "num_speculative_tokens": rollout.num_speculative_tokens,
+                "draft_sample_method": "greedy" if rollout.rule == "target_only" else "probabilistic",
+                "rejection_sample_method": "block" if rollout.rule == "block" else "standard",
+            },
+            "per_request_spec_decode_metrics": "detailed",
+        }
+    return arguments
+
+
+def refuse_block(rollout: RolloutSection, *, on_cpu: bool, v2_runner: bool) -> None:
+    """Raise where vLLM would silently draft greedily under block verification."""
+    if rollout.speculation == "mtp" and rollout.rule == "block" and (on_cpu or not v2_runner):
+        where = "on a CPU" if on_cpu else "with vLLM's V1 model runner"
+        raise EngineRefused(
+            f"rollout.rule=block {where}: vLLM would draft greedily without saying so; set rollout.rule=rejection"
+        )
+
+
+def sampling_values(sampling: Sampling, *, speculating: bool, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of vLLM's SamplingParams. Raises EngineRefused for what speculation does not support, by its name."""
+    for name in NOT_WITH_SPECULATION:
+        if speculating and extra.get(name):
+            raise EngineRefused(
+                f"sampling parameter {name}={extra[name]!r} is not supported with speculation; "
+                "drop it or set rollout.speculation=none"
+            )
+    values: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_tokens,
+        "seed": sampling.seed,
+        "logprobs": 0 if sampling.logprobs else None,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+    }
+    return values | dict(extra)
+
+
+def stamp(num_tokens: int, spans: Sequence[tuple[int, int]], version: int) -> tuple[int, ...]:
+    """Version of each token. spans: (number of tokens there were, their version) at each update, in order."""
+    versions: list[int] = []
+    for had, until in spans:
+        versions += [until] * (min(had, num_tokens) - len(versions))
+    return tuple(versions + [version] * (num_tokens - len(versions)))
+
+
+def _root(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+async def _cancel_others() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
