@@ -1,0 +1,22 @@
+"""Kernels for total-variation losses: the overlap sum_v min(p_v, q_v) of two token distributions. torch and triton
+only.
+
+`impl="reference"` is chunked torch with hand-written gradients; `naive` holds the formulas in their plainest form.
+"""
+
+from bebop_kernels import naive
+from bebop_kernels.linear_overlap import linear_rows, linear_tv_overlap
+from bebop_kernels.overlap import overlap_rows, tv_overlap
+from bebop_kernels.rows import Rows
+from bebop_kernels.statistics import TvStatistics, tv_statistics
+
+__all__ = [
+    "Rows",
+    "TvStatistics",
+    "linear_rows",
+    "linear_tv_overlap",
+    "naive",
+    "overlap_rows",
+    "tv_overlap",
+    "tv_statistics",
+]

@@ -1,0 +1,66 @@
+"""Row functions of the losses that are not made of alpha alone: value, alpha and gradient of one draft row against
+one target row.
+
+| loss       | value                                            | gradient on the scaled draft logits           |
+|------------|--------------------------------------------------|-----------------------------------------------|
+| hard_ce    | -ln q(label)                                     | q - onehot(label)                             |
+| kl         | KL(p || q) = sum p ln(p / q)                     | q - p                                         |
+| reverse_kl | KL(q || p) = sum q ln(q / p)                     | q (ln(q / p) - KL(q || p))                    |
+| lk_hybrid  | l KL(p || q) + (1 - l) TV, l = exp(-3 sg(alpha)) | l (q - p) + (1 - l) (TV's), arXiv 2602.23881  |
+
+They plug into `bebop_kernels.linear_rows`, which owns the chunking and never keeps a [rows, V] tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+from bebop_kernels import Rows, overlap_rows
+from torch import Tensor
+
+# ln p where the target is filtered out (p = 0): reverse KL is infinite there, and stays large and finite with this
+# floor.
+MIN_LOGPROB = -70.0
+
+
+def _log(rows: Rows) -> Tensor:
+    return rows.logprobs.clamp_(min=MIN_LOGPROB)
+
+
+def hard_ce(labels: Tensor):
+    """labels long [K, N]: the token that the text has at each depth."""
+
+    def rows(draft: Rows, target: Rows, index: Tensor, depth: int, anchors: slice, want_grad: bool):
+        label = labels[depth, anchors, None]
+        alpha, _ = overlap_rows(draft, target.probs[index], False)
+        value = -_log(draft).gather(1, label).squeeze(1)
+        if not want_grad:
+            return value, alpha, None
+        return value, alpha, draft.probs.scatter_add(1, label, -torch.ones_like(draft.probs[:, :1]))
+
+    return rows
+
+
+def kl(draft: Rows, target: Rows, index: Tensor, depth: int, anchors: slice, want_grad: bool):
+    p = target.probs[index]
+    alpha, _ = overlap_rows(draft, p, False)
+    value = (p * (_log(target)[index] - _log(draft))).sum(-1)
+    return value, alpha, draft.probs - p if want_grad else None
+
+
+def reverse_kl(draft: Rows, target: Rows, index: Tensor, depth: int, anchors: slice, want_grad: bool):
+    q = draft.probs
+    alpha, _ = overlap_rows(draft, target.probs[index], False)
+    ratio = _log(draft) - _log(target)[index]
+    value = (q * ratio).sum(-1)
+    return value, alpha, q * (ratio - value[:, None]) if want_grad else None
+
+
+def lk_hybrid(draft: Rows, target: Rows, index: Tensor, depth: int, anchors: slice, want_grad: bool):
+    p = target.probs[index]
+    alpha, overlap_grad = overlap_rows(draft, p, want_grad)
+    share = (-3 * alpha).exp()
+    divergence = (p * (_log(target)[index] - _log(draft))).sum(-1)
+    value = share * divergence + (1 - share) * (1 - alpha)
+    if not want_grad:
+        return value, alpha, None
+    return value, alpha, share[:, None] * (draft.probs - p) - (1 - share)[:, None] * overlap_grad

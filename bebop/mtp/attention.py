@@ -1,0 +1,154 @@
+"""Attention of a recursive draft, as an engine that applies one head K times computes it.
+
+The query of depth k at anchor t (rotary position t+k-1) sees
+  - the depth-1 keys of every position <= t of its document: the causal part, kept in the engine's cache, and
+  - its own chain's keys of depths 2..k: the engine overwrites them at the next draft.
+Both parts are one softmax. The causal part runs as flash attention, which returns its log-sum-exp; the few chain
+columns are merged in by it, so no [T, T] matrix exists. Backward hands flash attention the *merged* output and
+log-sum-exp: with those, exp(s - lse) is the merged weight of each causal key, and its gradients come out right
+without a gradient through lse.
+
+Shapes: T packed tokens, H heads, E width of a head, C = k - 1 chain columns, B documents padded to L in a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_CUDA = torch.ops.aten._scaled_dot_product_efficient_attention
+_CUDA_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Packed documents in groups of like length, each group padded to its longest.
+
+    groups: (rows [B, L] packed row of each padded slot, slots [n] where in the flattened group its n real tokens are,
+    packed [n] their packed rows). A padded slot comes after its document's tokens, where no causal query sees it.
+    """
+
+    groups: tuple[tuple[Tensor, Tensor, Tensor], ...]
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor) -> Documents:
+        """cu_seqlens [B+1] integer, rising from 0. Within a group lengths differ by less than a factor of two."""
+        starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+        lengths, order = lengths.sort(descending=True)
+        groups, first = [], 0
+        sizes = lengths.tolist()
+        while first < len(sizes):
+            last = first
+            while last < len(sizes) and 2 * sizes[last] > sizes[first]:
+                last += 1
+            member = order[first:last]
+            offset = torch.arange(sizes[first], device=cu_seqlens.device)
+            real = offset < lengths[first:last, None]
+            rows = torch.where(real, starts[member][:, None] + offset, starts[member][:, None])
+            groups.append((rows, real.flatten().nonzero().squeeze(1), rows[real]))
+            first = last
+        return cls(tuple(groups))
+
+
+def chain_attention(q: Tensor, k: Tensor, v: Tensor, chain_k: Tensor, chain_v: Tensor, documents: Documents) -> Tensor:
+    """q, k, v [T, H, E]; chain_k, chain_v [T, C, H, E], C = 0 at depth 1 -> [T, H, E]. Scale 1 / sqrt(E)."""
+    return _ChainAttention.apply(q, k, v, chain_k, chain_v, documents)
+
+
+def naive_chain_attention(
+    q: Tensor, k: Tensor, v: Tensor, chain_k: Tensor, chain_v: Tensor, cu_seqlens: Tensor
+) -> Tensor:
+    """The same by one dense mask over [T, T + C] columns: the formula, for readers and tests."""
+    total = q.shape[0]
+    document = torch.arange(len(cu_seqlens) - 1).repeat_interleave(cu_seqlens.diff())
+    position = torch.arange(total)
+    seen = (document[:, None] == document) & (position[:, None] >= position)
+    scale = q.shape[-1] ** -0.5
+    causal = torch.einsum("qhe,khe->hqk", q, k).mul(scale).masked_fill(~seen, -torch.inf)
+    chain = torch.einsum("the,tche->htc", q, chain_k).mul(scale)
+    weights = torch.cat([causal, chain], -1).softmax(-1)
+    return torch.einsum("hqk,khe->qhe", weights[..., :total], v) + torch.einsum(
+        "htc,tche->the", weights[..., total:], chain_v
+    )
+
+
+class _ChainAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, chain_k, chain_v, documents):
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=_statistic(q))
+        for rows, slots, packed in documents.groups:
+            group_out, group_lse = _causal(*(_pad(x, rows) for x in (q, k, v)))
+            out[packed] = _unpad(group_out, slots)
+            lse[packed] = _unpad(group_lse[..., None], slots).squeeze(-1)
+        weights = None
+        if chain_k.shape[1]:
+            scores = (q[:, None] * chain_k).sum(-1).to(lse.dtype) * q.shape[-1] ** -0.5  # [T, C, H]
+            total = torch.logaddexp(lse, scores.logsumexp(1))
+            weights = (scores - total[:, None]).exp().to(q.dtype)
+            out = out * (lse - total).exp().to(q.dtype)[..., None] + (weights[..., None] * chain_v).sum(1)
+            lse = total
+        ctx.documents = documents
+        ctx.save_for_backward(q, k, v, chain_k, chain_v, out, lse, weights)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        q, k, v, chain_k, chain_v, out, lse, weights = ctx.saved_tensors
+        grad_out = grad_out.contiguous()
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        for rows, slots, packed in ctx.documents.groups:
+            # A padded slot repeats its document's first row: its own query must pass no gradient on.
+            padded_grad = _pad(grad_out, rows, keep=slots)
+            parts = _causal_backward(
+                padded_grad, *(_pad(x, rows) for x in (q, k, v, out)), _pad(lse[..., None], rows).squeeze(-1)
+            )
+            for grad, part in zip(grads, parts, strict=True):
+                grad[packed] = _unpad(part, slots)
+        if weights is None:
+            return *grads, torch.zeros_like(chain_k), torch.zeros_like(chain_v), None
+        scale = q.shape[-1] ** -0.5
+        delta = (grad_out * out).sum(-1)  # [T, H]
+        grad_scores = weights * ((grad_out[:, None] * chain_v).sum(-1) - delta[:, None]) * scale  # [T, C, H]
+        grads[0] += (grad_scores[..., None] * chain_k).sum(1)
+        return *grads, grad_scores[..., None] * q[:, None], weights[..., None] * grad_out[:, None], None
+
+
+def _statistic(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _pad(x: Tensor, rows: Tensor, keep: Tensor | None = None) -> Tensor:
+    """[T, H, E] -> [B, H, L, E]; slots outside `keep`, where given, are zero."""
+    padded = x.index_select(0, rows.flatten())
+    if keep is not None and keep.shape[0] != padded.shape[0]:
+        padded = torch.zeros_like(padded).index_copy_(0, keep, padded.index_select(0, keep))
+    return padded.view(*rows.shape, *x.shape[1:]).transpose(1, 2)
+
+
+def _unpad(x: Tensor, slots: Tensor) -> Tensor:
+    """[B, H, L, E] -> [n, H, E]."""
+    return x.transpose(1, 2).flatten(0, 1).index_select(0, slots)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal attention of [B, H, L, E] and its log-sum-exp [B, H, L], natural logarithm of the scaled scores."""
+    if q.device.type == "cpu":
+        return _CPU(q, k, v, 0.0, True)
+    if q.device.type == "cuda":
+        out, lse, _, _ = _CUDA(q, k, v, None, True, 0.0, True)
+        return out, lse[..., : q.shape[2]]
+    raise ValueError(f"q: device {q.device}, expected cpu or cuda")
+
+
+def _causal_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    if q.device.type == "cpu":
+        return _CPU_BACKWARD(grad, q, k, v, out, lse.contiguous(), 0.0, True)
+    # The kernel reads lse in rows aligned to 32 queries, as its own forward pads them.
+    aligned = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf).contiguous()
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)
+    wanted = [True, True, True, False]
+    return _CUDA_BACKWARD(grad, q, k, v, None, out, aligned, unused, unused, 0.0, wanted, True)[:3]

@@ -1,0 +1,238 @@
+"""Heads into and out of Hugging Face directories, with every tensor accounted for.
+
+A written checkpoint holds each source tensor either as it was (kept), with a new value (replaced), or not at all but
+named (dropped), plus new head tensors (added). The accounts go into bebop.json. Anything that does not add up is an
+error and writes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bebop.mtp.head import HEAD_PREFIX, LAYER_PREFIX
+from bebop.records import WeightChecksums
+
+SINGLE, INDEX, HEADS_SHARD = "model.safetensors", "model.safetensors.index.json", "model-mtp-heads.safetensors"
+PROVENANCE = "bebop.json"
+WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+
+
+class Tensors(Mapping[str, Tensor]):
+    """The tensors of a policy directory by name, read when asked for. files: name -> file.
+
+    Raises ValueError where index and shards disagree, or nothing is there to read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        index = self.path / INDEX
+        if index.exists():
+            self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self._check_shards()
+        elif (self.path / SINGLE).exists():
+            self.files = dict.fromkeys(self._names(SINGLE), SINGLE)
+        else:
+            raise ValueError(f"{self.path}: expected {SINGLE} or {INDEX} in it")
+
+    def _names(self, file: str) -> list[str]:
+        with safe_open(self.path / file, "pt") as shard:
+            return list(shard.keys())
+
+    def _check_shards(self) -> None:
+        for file in sorted(set(self.files.values())):
+            if not (self.path / file).exists():
+                raise ValueError(f"{self.path}: {INDEX} names {file}, which is not there")
+            indexed = {name for name, where in self.files.items() if where == file}
+            held = set(self._names(file))
+            if indexed != held:
+                raise ValueError(
+                    f"{self.path}: {file} and {INDEX} disagree; only in the index {sorted(indexed - held)}, "
+                    f"only in the shard {sorted(held - indexed)}"
+                )
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self.path / self.files[name], "pt") as shard:
+            return shard.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a policy directory."""
+    return json.loads((Path(path) / "config.json").read_text())
+
+
+def claimed_layers(config: Mapping[str, Any]) -> int:
+    """MTP layers that a config claims to have."""
+    return int(config.get("num_nextn_predict_layers") or 0)
+
+
+def write_checkpoint(
+    source_dir: Path,
+    dest_dir: Path,
+    head_tensors: Mapping[str, Tensor],
+    provenance: Mapping[str, Any],
+    *,
+    drop: Iterable[str] = (),
+) -> Path:
+    """Write `source_dir` with new values for the tensors in `head_tensors` to `dest_dir`, a directory that vLLM loads
+    as it is.
+
+    head_tensors: checkpoint name -> tensor, written in the dtype they come in; names of the source are replaced
+    (backbone tensors too), other names must start with `model.mtp_layers.`. drop: source tensors to leave out, named
+    in bebop.json. provenance: what made it, over the source's own bebop.json. Shards stay as they were; new tensors
+    of a sharded source get a shard of their own. Config and tokenizer files are copied. `dest_dir` is written beside
+    and renamed, so it is whole or not there. Returns dest_dir. Raises ValueError on unknown names, wrong shapes, an
+    MTP claim without tensors, or a missing lm_head.
+    """
+    source_dir, dest_dir = Path(source_dir), Path(dest_dir)
+    source, config, drop = Tensors(source_dir), read_config(source_dir), set(drop)
+    added = [name for name in head_tensors if name not in source]
+    _check_names(source, head_tensors, added, drop)
+    names = (set(source) | set(added)) - drop
+    config = _check_claims(source_dir, config, names)
+
+    part = dest_dir.with_name(dest_dir.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    weight_map = dict(source.files)
+    sharded = (source_dir / INDEX).exists()
+    weight_map |= dict.fromkeys(added, HEADS_SHARD if sharded else SINGLE)
+    weight_map = {name: file for name, file in weight_map.items() if name in names}
+    total_size = 0
+    for file in sorted(set(weight_map.values())):
+        tensors = {
+            name: (head_tensors[name] if name in head_tensors else source[name]).detach().cpu().contiguous().clone()
+            for name, where in weight_map.items()
+            if where == file
+        }
+        total_size += sum(tensor.nbytes for tensor in tensors.values())
+        save_file(tensors, part / file, metadata={"format": "pt"})
+    if sharded:
+        index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+        (part / INDEX).write_text(json.dumps(index, indent=2))
+    left_out = _copy_other_files(source_dir, part)
+    (part / "config.json").write_text(json.dumps(config, indent=2))
+
+    checksums = checkpoint_checksums(part)
+    before = source_dir / PROVENANCE
+    record = {
+        **(json.loads(before.read_text()) if before.exists() else {}),
+        **provenance,
+        "checksum": {"backbone": checksums.backbone, "heads": checksums.heads},
+        "tensors": {
+            "kept": len(names) - len(head_tensors),
+            "replaced": len(head_tensors) - len(added),
+            "added": len(added),
+            "dropped": sorted(drop),
+            "files_left_out": left_out,
+        },
+    }
+    (part / PROVENANCE).write_text(json.dumps(record, indent=2))
+    if dest_dir.exists():
+        shutil.rmtree(dest_dir)
+    part.rename(dest_dir)
+    return dest_dir
+
+
+def _check_names(source: Tensors, new: Mapping[str, Tensor], added: list[str], drop: set[str]) -> None:
+    unknown = sorted(drop - set(source))
+    if unknown:
+        raise ValueError(f"drop: {unknown} not in {source.path}, expected names of its tensors")
+    both = sorted(drop & set(new))
+    if both:
+        raise ValueError(f"drop: {both} also in head_tensors, expected one or the other")
+    strange = sorted(name for name in added if not name.startswith(HEAD_PREFIX))
+    if strange:
+        raise ValueError(f"head_tensors: {strange} not in {source.path}, expected its names or {HEAD_PREFIX}*")
+    for name in new.keys() - set(added):
+        shape = source[name].shape
+        if new[name].shape != shape:
+            raise ValueError(
+                f"head_tensors: {name} is {list(new[name].shape)}, expected {list(shape)} as in {source.path}"
+            )
+
+
+def _check_claims(source_dir: Path, config: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """Config and tensors must tell of the same MTP layers and the same lm_head. Returns the config to write."""
+    layers = {name.removeprefix(HEAD_PREFIX).split(".")[0] for name in names if name.startswith(HEAD_PREFIX)}
+    if layers and not claimed_layers(config):
+        config = {**config, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": len(layers)}
+    claimed = claimed_layers(config)
+    absent = sorted({str(i) for i in range(claimed)} - layers)
+    if absent:
+        raise ValueError(
+            f"{source_dir}: config.json claims {claimed} MTP layers (num_nextn_predict_layers), "
+            f"but {HEAD_PREFIX}{absent[0]}.* has no tensor; give them in head_tensors or set the key to {len(layers)}"
+        )
+    if layers and f"{LAYER_PREFIX}input_proj.weight" not in names:
+        raise ValueError(f"{source_dir}: MTP layer 0 lacks {LAYER_PREFIX}input_proj.weight, expected a whole layer")
+    if not config.get("tie_word_embeddings", False) and "lm_head.weight" not in names:
+        raise ValueError(
+            f"{source_dir}: no lm_head.weight, expected one unless config.json sets tie_word_embeddings=true"
+        )
+    return config
+
+
+def _copy_other_files(source_dir: Path, part: Path) -> list[str]:
+    """Copy what is not weights (top level); the weight files of other formats that stay behind are returned."""
+    left_out = []
+    for file in sorted(path for path in source_dir.iterdir() if path.is_file()):
+        if not file.name.endswith(WEIGHT_SUFFIXES):
+            shutil.copy2(file, part / file.name)
+        elif ".safetensors" not in file.name:
+            left_out.append(file.name)
+    return left_out
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """16 hex digits of a sha256 over names, shapes and values, in name order.
+
+    Values enter as float32, so that a tensor and its exact float32 copy agree; a float32 tensor and its bfloat16
+    rounding do not. Integer tensors enter as int64.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu()
+        value = value.to(torch.float32 if value.is_floating_point() else torch.int64).contiguous()
+        digest.update(f"{name}{tuple(value.shape)}".encode())
+        digest.update(value.view(-1).view(torch.uint8).numpy() if value.numel() else b"")
+    return digest.hexdigest()[:16]
+
+
+def checkpoint_checksums(path: Path) -> WeightChecksums:
+    """Checksums of the backbone (every tensor outside `model.mtp_layers.`) and of the heads of a policy directory."""
+    tensors = Tensors(path)
+    heads = [name for name in tensors if name.startswith(HEAD_PREFIX)]
+    backbone = [name for name in tensors if not name.startswith(HEAD_PREFIX)]
+    return WeightChecksums(checksum(_Some(tensors, backbone)), checksum(_Some(tensors, heads)), len(heads))
+
+
+class _Some(Mapping[str, Tensor]):
+    """Some names of a mapping, read one at a time."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: list[str]) -> None:
+        self._tensors, self._names = tensors, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

@@ -1,0 +1,156 @@
+"""The MTP head of the MiMo layout, trained on the computation that an engine serves: one layer, applied K times.
+
+Depth k at anchor t, as vLLM 0.31 drafts (model_executor/models/mimo_mtp.py, v1/spec_decode/llm_base_proposer.py):
+  input      x = input_proj(cat[hidden_layernorm(h), token_layernorm(e)])
+             h: depth 1 the backbone's hidden state at t, after its final norm; later depths the head's own output of
+             depth k-1, after final_layernorm. e: embedding of token t+k, zero where the rotary position is 0
+  position   t + k - 1: depth 1 sits on its anchor, each further depth one on
+  attention  over depth-1 keys of positions <= t and the chain's own keys of depths 2..k, see bebop.mtp.attention
+  output     final_layernorm(x), from which the backbone's lm_head reads the logits for token t+k+1
+
+Shapes: T packed tokens, D width, K depths, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RotaryEmbedding, apply_rotary_pos_emb
+
+from bebop.mtp.attention import Documents, chain_attention
+
+HEAD_PREFIX = "model.mtp_layers."
+LAYER_PREFIX = HEAD_PREFIX + "0."
+
+
+class MtpAttention(nn.Module):
+    """Projections of Qwen2's attention; the attention itself is `chain_attention`."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.q_proj = nn.Linear(config.hidden_size, self.num_heads * self.head_dim, bias=True)
+        self.k_proj = nn.Linear(config.hidden_size, self.num_kv_heads * self.head_dim, bias=True)
+        self.v_proj = nn.Linear(config.hidden_size, self.num_kv_heads * self.head_dim, bias=True)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, D] -> rotated q, rotated k and v, each [T, num_heads, head_dim]; shared key heads are repeated."""
+        q = self.q_proj(x).view(-1, self.num_heads, self.head_dim)
+        k = self.k_proj(x).view(-1, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).view(-1, self.num_kv_heads, self.head_dim)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        repeat = self.num_heads // self.num_kv_heads
+        if repeat > 1:
+            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        return q, k, v
+
+
+class MtpHead(nn.Module):
+    """One MiMo MTP layer. Parameter names are the checkpoint's, without the prefix `model.mtp_layers.0.`."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        if getattr(config, "use_sliding_window", False):
+            raise ValueError("config.use_sliding_window=true: the head attends to all positions; expected false")
+        self.config = config
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.token_layernorm = nn.RMSNorm(width, eps)
+        self.hidden_layernorm = nn.RMSNorm(width, eps)
+        self.input_proj = nn.Linear(2 * width, width, bias=False)
+        self.input_layernorm = nn.RMSNorm(width, eps)
+        self.self_attn = MtpAttention(config)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.mlp = Qwen2MLP(config)
+        self.final_layernorm = nn.RMSNorm(width, eps)
+        # In a list, so that .to(bfloat16) does not round its float32 frequencies.
+        self._rotary = [Qwen2RotaryEmbedding(config)]
+
+    def forward(
+        self,
+        hidden: Tensor,
+        embed_weight: Tensor,
+        input_ids: Tensor,
+        cu_seqlens: Tensor,
+        position_ids: Tensor,
+        depth: int,
+    ) -> Tensor:
+        """See `draft_hidden`."""
+        documents = Documents.of(cu_seqlens)
+        state = hidden.detach()
+        embed_weight = embed_weight.detach()
+        positions = torch.arange(len(input_ids), device=input_ids.device)
+        keys = values = None
+        chain_keys: list[Tensor] = []
+        chain_values: list[Tensor] = []
+        outputs = []
+        for k in range(1, depth + 1):
+            tokens = input_ids[(positions + k).clamp(max=len(input_ids) - 1)]
+            rotary_positions = position_ids + k - 1
+            embedding = F.embedding(tokens, embed_weight).masked_fill((rotary_positions == 0)[:, None], 0)
+            x = self.input_proj(torch.cat([self.hidden_layernorm(state), self.token_layernorm(embedding)], -1))
+            cos, sin = self._rotary[0](x, rotary_positions[None])
+            query, key, value = self.self_attn.project(self.input_layernorm(x), cos[0], sin[0])
+            if k == 1:
+                keys, values = key, value
+            else:
+                chain_keys.append(key)
+                chain_values.append(value)
+            attended = chain_attention(
+                query, keys, values, _stack(chain_keys, query), _stack(chain_values, query), documents
+            )
+            x = x + self.self_attn.o_proj(attended.flatten(1))
+            x = x + self.mlp(self.post_attention_layernorm(x))
+            state = self.final_layernorm(x)
+            outputs.append(state)
+        return torch.stack(outputs)
+
+
+def draft_hidden(
+    head: MtpHead,
+    hidden: Tensor,
+    embed_weight: Tensor,
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
+    position_ids: Tensor,
+    depth: int,
+) -> Tensor:
+    """Hidden states of all draft depths at all positions, teacher-forced on the packed text.
+
+    hidden [T, D] backbone, after its final norm; embed_weight [V, D]; input_ids, position_ids [T] integer; cu_seqlens
+    [B+1]; depth K at least 1. Returns [K, T, D] in the head's dtype; row t of depth k is meaningful where t+k is in
+    t's document, elsewhere it is finite filler. Gradient reaches the head's parameters alone: backbone and embedding
+    are detached here. Raises ValueError naming the argument on wrong shapes, ids outside the vocabulary or a depth
+    below 1.
+    """
+    total, width = len(input_ids), head.config.hidden_size
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+        raise ValueError(f"depth={depth!r}: expected an integer of at least 1")
+    for argument, value, shape in (
+        ("hidden", hidden, (total, width)),
+        ("position_ids", position_ids, (total,)),
+        ("embed_weight", embed_weight, (embed_weight.shape[0], width)),
+    ):
+        if tuple(value.shape) != shape:
+            raise ValueError(f"{argument}: shape {list(value.shape)}, expected {list(shape)}")
+    if not total or int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != total or bool((cu_seqlens.diff() <= 0).any()):
+        raise ValueError(f"cu_seqlens: {cu_seqlens.tolist()}, expected rising from 0 to T={total}, T at least 1")
+    if int(input_ids.min()) < 0 or int(input_ids.max()) >= embed_weight.shape[0]:
+        raise ValueError(
+            f"input_ids: values {int(input_ids.min())}..{int(input_ids.max())}, "
+            f"expected token ids in [0, {embed_weight.shape[0]})"
+        )
+    return head(hidden, embed_weight, input_ids, cu_seqlens, position_ids, depth)
+
+
+def head_state(head: MtpHead) -> dict[str, Tensor]:
+    """The head's tensors under their checkpoint names, detached, sharing memory."""
+    return {LAYER_PREFIX + name: tensor.detach() for name, tensor in head.state_dict().items()}
+
+
+def _stack(columns: list[Tensor], like: Tensor) -> Tensor:
+    """C tensors [T, H, E] -> [T, C, H, E]."""
+    return torch.stack(columns, 1) if columns else like.new_empty(like.shape[0], 0, *like.shape[1:])
