@@ -1,4 +1,4 @@
-"""Watches a run: what it wrote down, and what follows from it. Reads records only, so that a finished run can be replayed."""
+"""Watches a run: its records, and what follows from them. Reads records only, so a finished run can be replayed."""
 
 from bebop.monitor.store import (
     JsonlSink,

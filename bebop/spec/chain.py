@@ -1,10 +1,10 @@
 """Verify a batch of draft chains so that what is emitted is distributed exactly as the target.
 
-Rules, formulas and sources: bebop.spec.rules. Accept is `u q(y) < p(y)`, strict, since u may be exactly 0 and a token with
-p(y) = 0 must never be accepted. After all drafts of a row were accepted, the bonus token comes from the target distribution
-behind the last draft, position gamma + 1.
+Rules, formulas and sources: bebop.spec.rules. Accept is `u q(y) < p(y)`, strict, since u may be exactly 0 and a token
+with p(y) = 0 must never be accepted. After all drafts of a row were accepted, the bonus token comes from the target
+distribution behind the last draft, position gamma + 1.
 
-Legend: B requests, K longest draft of the batch, V vocabulary. gamma_b <= K drafts of request b; the rest of its row is -1.
+Legend: B requests, K longest draft of the batch, V vocabulary. Request b has gamma_b <= K drafts, then -1.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def verify_chain(
 ) -> ChainResult:
     """Accept a prefix of each draft and emit one token more.
 
-    target_probs [B, K+1, V]: the target at the sampling temperature; [b, i] is the distribution of what follows i drafts.
-    draft_probs [B, K, V]: the distribution that each draft token was sampled from, filters included; None (or unread) for
-        target_only, whose draft is deterministic.
+    target_probs [B, K+1, V]: the target at the sampling temperature; [b, i] follows i drafts.
+    draft_probs [B, K, V]: what each draft token was sampled from, filters included; for target_only, whose draft is
+        deterministic, None (else unread).
     draft_tokens long [B, K]: -1 from the first position without a draft on.
-    generator: accept and final draws are two separate draws from it. The drafts must come from other random numbers; one
-        noise stream for both biases the output.
+    generator: accept and final draws are two separate draws from it. The drafts must come from other random numbers;
+        one noise stream for both biases the output.
     request_ids: names for error messages.
 
-    Raises ValueError, naming the argument: shapes, ids outside [0, V), a draft behind a -1, rows that are no distributions
-    (request and position named), rejection or block without draft_probs.
+    Raises ValueError, naming the argument: shapes, ids outside [0, V), a draft behind a -1, rows that are no
+    distributions (request and position named), rejection or block without draft_probs.
     """
     _check_shapes(target_probs, draft_probs, draft_tokens, rule, request_ids)
     has_draft = draft_tokens != NO_TOKEN  # [B, K]
@@ -108,7 +108,10 @@ def _final_distribution(
     if token.shape[1] == 0:
         return bonus
     at = num_accepted.clamp(max=token.shape[1] - 1)
-    rejected = rules.residual_without(bonus, token[row, at]) if draft is None else rules.residual(bonus, draft[row, at], weight)
+    if draft is None:
+        rejected = rules.residual_without(bonus, token[row, at])
+    else:
+        rejected = rules.residual(bonus, draft[row, at], weight)
     return torch.where((num_accepted < num_drafts).unsqueeze(1), rejected, bonus)
 
 
@@ -126,12 +129,13 @@ def _check_shapes(
     if token.ndim != 2 or token.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"draft_tokens: {token.dtype} {list(token.shape)} came, expected integers [B, K]")
     batch, depth = token.shape
-    if target.ndim != 3 or not target.is_floating_point() or target.shape[:2] != (batch, depth + 1) or not target.shape[2]:
+    fits = target.ndim == 3 and target.shape[:2] == (batch, depth + 1) and target.shape[2] > 0
+    if not fits or not target.is_floating_point():
         came = f"{target.dtype} {list(target.shape)}"
         raise ValueError(f"target_probs: {came} came, expected floats [B, K+1, V] = [{batch}, {depth + 1}, V]")
     if draft is None:
         if rule != "target_only":
-            raise ValueError(f"draft_probs: None came with rule={rule}, which needs the distribution of every draft token")
+            raise ValueError(f"draft_probs: None came with rule={rule}, expected the distribution of every draft token")
     elif not draft.is_floating_point() or draft.shape != (batch, depth, target.shape[2]):
         came = f"{draft.dtype} {list(draft.shape)}"
         raise ValueError(f"draft_probs: {came} came, expected floats [B, K, V] = {[batch, depth, target.shape[2]]}")
@@ -157,11 +161,13 @@ def _check_values(
     outside = (token < NO_TOKEN) | (token >= vocabulary)
     if outside.any():
         row, position, place = where(outside)
-        raise ValueError(f"draft_tokens: id {int(token[row, position])} came ({place}), expected [0, {vocabulary}) or -1")
+        raise ValueError(
+            f"draft_tokens: {int(token[row, position])} came ({place}), expected -1 or in [0, {vocabulary})"
+        )
     position_of = torch.arange(token.shape[1], device=token.device)
     gap = has_draft & (position_of >= num_drafts.unsqueeze(1))
     if gap.any():
-        raise ValueError(f"draft_tokens: a draft came behind a -1 ({where(gap)[2]}), expected -1 only at the end of a row")
+        raise ValueError(f"draft_tokens: a draft came behind a -1 ({where(gap)[2]}), expected -1 only at a row's end")
     used = torch.arange(target.shape[1], device=token.device) <= num_drafts.unsqueeze(1)
     checked = [("target_probs", target, used)]
     if draft is not None and rule != "target_only":

@@ -37,8 +37,8 @@ def overlap(target: Tensor, draft: Tensor) -> Tensor:
 def residual(target: Tensor, draft: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     """norm(max(0, w p - q)), what is sampled after a rejection. [..., V], weight [...] or a number.
 
-    Where nothing is left (w p <= q everywhere, so w = 1 and p = q) a rejection has probability 0 and only rounding leads
-    here: the target itself is returned.
+    Where nothing is left (p = q and w = 1, or w = 0) a rejection has probability 0 and only rounding leads here: the
+    target itself is returned.
     """
     weight = torch.as_tensor(weight, dtype=target.dtype, device=target.device).unsqueeze(-1)
     left = (weight * target - draft).clamp(min=0)
@@ -53,10 +53,11 @@ def residual_without(target: Tensor, token: Tensor) -> Tensor:
 
 
 def block_weight(previous: Tensor, target_prob: Tensor, draft_prob: Tensor) -> Tensor:
-    """w_i from w_{i-1} and the probabilities of draft token i, elementwise. The cap is on the product, not on the ratio."""
+    """w_i from w_{i-1} and the probabilities of draft token i, elementwise; the product is capped, not the ratio."""
     safe = torch.where(draft_prob > 0, draft_prob, torch.ones_like(draft_prob))
     weight = torch.where(draft_prob > 0, previous * target_prob / safe, torch.ones_like(previous))
-    return torch.where(target_prob > 0, weight.clamp(max=1.0), torch.zeros_like(previous))
+    possible = (target_prob > 0) & (previous > 0)  # 0 stays 0, also where q(y) is 0
+    return torch.where(possible, weight.clamp(max=1.0), torch.zeros_like(previous))
 
 
 def block_acceptance(weight: Tensor, target_next: Tensor, draft_next: Tensor) -> Tensor:
