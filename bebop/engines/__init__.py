@@ -1,1 +1,45 @@
 """Rollout engines behind one protocol, and the corrections that the installed vLLM needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from bebop.config import RolloutSection, check_depth
+from bebop.engines.base import EngineDied, EngineError, EngineRefused, RolloutEngine
+
+__all__ = ["EngineDied", "EngineError", "EngineRefused", "RolloutEngine", "check_policy", "make_engine"]
+
+
+def make_engine(rollout: RolloutSection, policy_dir: Path, *, seed: int = 0, dtype: str = "float32") -> RolloutEngine:
+    """Start the engine that `rollout` asks for on a policy directory; close it, or use it as a context manager.
+
+    dtype: "float32" or "bfloat16", of weights and KV cache. Raises ConfigError or EngineRefused before anything starts:
+    no MTP head to draft with, a draft longer than the head was trained for, a vLLM that was never checked.
+    """
+    check_policy(rollout, Path(policy_dir))
+    from bebop.engines.vllm_engine import VllmEngine
+
+    return VllmEngine(rollout, Path(policy_dir), seed=seed, dtype=dtype)
+
+
+def check_policy(rollout: RolloutSection, policy_dir: Path) -> None:
+    """Raise where the policy directory cannot serve what `rollout` asks for.
+
+    The depth that the heads were trained for is `mtp_depth` in the directory's bebop.json (0 or absent: not trained by
+    bebop, nothing to compare with), written from sft.depth.
+    """
+    config_path = policy_dir / "config.json"
+    if not config_path.is_file():
+        raise EngineRefused(f"{policy_dir} holds no config.json: expected a Hugging Face directory of a policy")
+    if rollout.speculation == "none":
+        return
+    if not json.loads(config_path.read_text()).get("num_nextn_predict_layers"):
+        raise EngineRefused(
+            f"{policy_dir} has no MTP head (num_nextn_predict_layers in config.json): "
+            "train one with the sft command, or set rollout.speculation=none"
+        )
+    provenance = policy_dir / "bebop.json"
+    depth = json.loads(provenance.read_text()).get("mtp_depth") if provenance.is_file() else None
+    if depth:
+        check_depth(rollout, int(depth), "sft.depth")

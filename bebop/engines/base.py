@@ -9,6 +9,9 @@ from torch import Tensor
 
 from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
 
+# checkpoint name -> tensor
+Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
 
 class EngineError(RuntimeError):
     """Anything that a rollout engine refuses or fails at; one line."""
@@ -46,7 +49,7 @@ class RolloutEngine(Protocol):
     async def agenerate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Rollout:
         """Sample one response; may be awaited from any event loop, many at once."""
 
-    def update_weights(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int) -> WeightChecksums:
+    def update_weights(self, tensors: Weights, version: int) -> WeightChecksums:
         """Replace the named tensors (checkpoint names; backbone, heads or both) in place and return what is held now.
 
         Running requests go on with the new weights. Raises EngineError for an unknown name, a wrong shape, or heads
@@ -57,7 +60,7 @@ class RolloutEngine(Protocol):
         """Checksums of what the engine holds, comparable with `bebop.mtp.checksum` of the trainer's tensors."""
 
     def pause(self, mode: Literal["abort", "keep"] = "keep") -> None:
-        """Stop sampling. abort: running requests return what they have, reason "abort"; keep: `resume` continues them."""
+        """Stop sampling. abort: running requests return what they have as "abort"; keep: `resume` continues them."""
 
     def resume(self) -> None:
         """Go on sampling after `pause`."""

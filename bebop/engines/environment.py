@@ -14,25 +14,29 @@ from pathlib import Path
 
 from bebop.engines.vllm_patches import PLAIN_WEIGHTS_ENV
 
+GENERAL = {
+    "HF_HUB_OFFLINE": "1",  # policies are directories on disk
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about defaults that bebop sets on purpose
+}
+CPU = {
+    PLAIN_WEIGHTS_ENV: "1",  # weights are updated in place
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # another stage may run beside the engine
+    "TORCH_COMPILE_DISABLE": "1",
+    # one process less to start: the worker lives in the engine core, whose OpenMP variables are set here
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 
-def engine_environment(on_cpu: bool) -> dict[str, str]:
-    """Variables for a vLLM engine on this machine, the ones that are already set left out."""
-    wanted = {
-        "HF_HUB_OFFLINE": "1",  # policies are directories on disk
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    if on_cpu:
-        wanted |= {
-            PLAIN_WEIGHTS_ENV: "1",  # weights are updated in place
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # another stage may run beside the engine
-            "TORCH_COMPILE_DISABLE": "1",
-            # one process less to start: the worker lives in the engine core, whose OpenMP variables are set here
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        }
-        if library := intel_openmp():
-            wanted["LD_PRELOAD"] = str(library)
+
+def missing(wanted: dict[str, str]) -> dict[str, str]:
+    """Those of `wanted` that the user has not set."""
     return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def cpu_environment() -> dict[str, str]:
+    """Variables of an engine process on a CPU, with libiomp5 preloaded where it is installed."""
+    library = intel_openmp()
+    return CPU | ({"LD_PRELOAD": str(library)} if library else {})
 
 
 def intel_openmp() -> Path | None:

@@ -15,16 +15,14 @@ import itertools
 import logging
 import tempfile
 import threading
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from torch import Tensor
-
 from bebop.config import RolloutSection
 from bebop.engines import vllm_patches
-from bebop.engines.base import EngineDied, EngineError, EngineRefused
-from bebop.engines.environment import applied, engine_environment
+from bebop.engines.base import EngineDied, EngineError, EngineRefused, Weights
+from bebop.engines.environment import GENERAL, applied, cpu_environment, missing
 from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
 
 logger = logging.getLogger("bebop.engines")
@@ -38,7 +36,8 @@ class VllmEngine:
     """A running vLLM engine; see `bebop.engines.base.RolloutEngine` for what each method promises."""
 
     def __init__(self, rollout: RolloutSection, policy_dir: Path, *, seed: int = 0, dtype: str = "float32") -> None:
-        vllm_patches.require()
+        with applied(missing(GENERAL)):
+            vllm_patches.require()
         self.version = 0
         self.rollout = rollout
         self._ids = itertools.count()
@@ -57,19 +56,20 @@ class VllmEngine:
             raise
 
     async def _start(self, arguments: dict[str, Any]) -> None:
-        with applied(engine_environment(vllm_patches.on_cpu())):
+        on_cpu = vllm_patches.on_cpu()
+        with applied(missing(GENERAL | (cpu_environment() if on_cpu else {}))):
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
             config = AsyncEngineArgs(**arguments).create_engine_config()
-            refuse_block(self.rollout, on_cpu=vllm_patches.on_cpu(), v2_runner=config.use_v2_model_runner)
+            refuse_block(self.rollout, on_cpu=on_cpu, v2_runner=config.use_v2_model_runner)
             self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[self._stat_logger()])
         manager = getattr(getattr(self._llm.engine_core, "resources", None), "engine_manager", None)
         self._processes = list(getattr(manager, "processes", []))
         state = (await self._llm.collective_rpc("bebop_state"))[0]
         logger.info("engine state: %s", state)
         if self.rollout.speculation == "mtp" and not state["expand_keeps_floats"]:
-            message = "the engine truncates temperatures to integers: speculation at temperatures other than 1 is biased"
+            message = "the engine cuts temperatures to integers: speculation at T != 1 is biased"
             if all(status == "off" for status in state["fixes"].values()):
                 logger.warning("%s (%s=0)", message, vllm_patches.FIXES_ENV)
             else:
@@ -94,11 +94,15 @@ class VllmEngine:
         return await asyncio.wrap_future(future)
 
     async def _generate_all(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int] | None, extra: Mapping[str, Any]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int] | None,
+        extra: Mapping[str, Any],
     ) -> list[Rollout]:
         seed_of = seeds if seeds is not None else [None] * len(prompts)
-        requests = [self._one(prompt, sampling, None, seed, extra) for prompt, seed in zip(prompts, seed_of, strict=True)]
-        tasks = [asyncio.ensure_future(request) for request in requests]
+        pairs = zip(prompts, seed_of, strict=True)
+        tasks = [asyncio.ensure_future(self._one(prompt, sampling, None, seed, extra)) for prompt, seed in pairs]
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
@@ -108,7 +112,12 @@ class VllmEngine:
             raise
 
     async def _one(
-        self, prompt: Sequence[int], sampling: Sampling, request_id: str | None, seed: int | None, extra: Mapping[str, Any]
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        request_id: str | None,
+        seed: int | None,
+        extra: Mapping[str, Any],
     ) -> Rollout:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -122,17 +131,15 @@ class VllmEngine:
             raise EngineRefused(f"request_id {request_id!r} is running already")
         self._spans[request_id] = []
         try:
-            result = None
             prompt_ids = [int(token) for token in prompt]
-            async for result in self._llm.generate({"prompt_token_ids": prompt_ids}, params, request_id):
-                pass
+            results = [r async for r in self._llm.generate({"prompt_token_ids": prompt_ids}, params, request_id)]
         except Exception as error:
             raise self._translated(error) from error
         finally:
             spans = self._spans.pop(request_id)
-        if result is None:
+        if not results:
             raise EngineError(f"request {request_id}: the engine returned nothing")
-        return self._rollout(request_id, prompt_ids, result.outputs[0], spans, sampling.logprobs)
+        return self._rollout(request_id, prompt_ids, results[-1].outputs[0], spans, sampling.logprobs)
 
     def _rollout(
         self, request_id: str, prompt: list[int], output: Any, spans: list[tuple[int, int]], want_logprobs: bool
@@ -158,9 +165,7 @@ class VllmEngine:
 
     # -- weights ------------------------------------------------------------------------------------------------
 
-    def update_weights(
-        self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], version: int
-    ) -> WeightChecksums:
+    def update_weights(self, tensors: Weights, version: int) -> WeightChecksums:
         from safetensors.torch import save_file
 
         named = {name: tensor.detach().cpu().contiguous() for name, tensor in dict(tensors).items()}
@@ -291,6 +296,7 @@ def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dt
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature
         "worker_extension_cls": "bebop.engines.vllm_worker.WorkerExtension",
         "disable_log_stats": False,
+        "use_tqdm_on_load": False,
     }
     if vllm_patches.on_cpu():
         # an explicit cache size with eager execution also spares the warm-up

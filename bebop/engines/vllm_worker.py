@@ -87,7 +87,8 @@ def _split(module_name: str, module: nn.Module, leaf: str, data: Tensor, config:
         return [(f"{module_name}.{leaf}", data)]
     if sum(sizes.values()) != data.shape[0]:
         raise ValueError(f"{module_name}.{leaf} has {data.shape[0]} rows, expected {sum(sizes.values())} of {sizes}")
-    return [(f"{parent}.{part}.{leaf}", view) for part, view in zip(sizes, data.split(list(sizes.values())), strict=True)]
+    parts = zip(sizes, data.split(list(sizes.values())), strict=True)
+    return [(f"{parent}.{part}.{leaf}", view) for part, view in parts]
 
 
 def _checkpoint_name(name: str, num_layers: int) -> str:

@@ -1,0 +1,52 @@
+"""doctor: what is installed, and whether the installed engine samples what the policy says, in front of the user.
+
+A tiny-vocabulary policy is enumerated in float64 and sampled through the real engine with speculation; a chi-square
+test compares. Then weights are swapped in the running engine, and the samples must follow.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from bebop.config import DoctorConfig
+from bebop.doctor.checks import Row, check_engine, check_rule
+from bebop.doctor.installed import installed
+from bebop.engines.environment import applied
+from bebop.engines.vllm_patches import FIXES_ENV
+
+
+def run(config: DoctorConfig, run_dir: Path) -> int:
+    """Print the table, write summary.json into run_dir; returns 0 where every check passed, else 1."""
+    from bebop.monitor import write_summary
+
+    started = time.monotonic()
+    print("Installed")
+    for name, found in installed():
+        print(f"  {name:<14}{found}")
+    print(f"\nLossless speculation, {config.doctor.num_requests} requests per check", flush=True)
+    rows: list[Row] = []
+    switch = {FIXES_ENV: os.environ.get(FIXES_ENV, "1") if config.doctor.engine_fixes else "0"}
+    with applied(switch), tempfile.TemporaryDirectory() as work_dir:
+        for check in (check_rule(config.seed), check_engine(config, Path(work_dir))):
+            for row in check:
+                rows.append(row)
+                verdict = "pass" if row.passed else "FAIL"
+                print(f"  {verdict}  {row.check}: {row.found}; expected {row.expected}", flush=True)
+    failed = [row.check for row in rows if not row.passed]
+    seconds = time.monotonic() - started
+    verdict = "this engine is lossless" if not failed else f"NOT proven lossless: {', '.join(failed)}"
+    print(f"\n{verdict} ({seconds:.0f} s)")
+    write_summary(
+        run_dir,
+        {
+            "passed": not failed,
+            "failed": failed,
+            "checks": [vars(row) for row in rows],
+            "installed": dict(installed()),
+            "elapsed_s": seconds,
+        },
+    )
+    return 1 if failed else 0
