@@ -1,0 +1,121 @@
+"""Should the heads be updated online? (Bebop, sections on the entropy-acceptance slope and on online updates.)
+
+Yes where a mismatch costs more acceptance length than an update has to pay for, and is significant, or where the policy's
+entropy has left the range that the pre-RL data covered: outside it, heads trained on that data depend on entropy again. No where
+such a mismatch is excluded. Undetermined, never no, where the data can't tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bebop.monitor.decomposition import EARLY_STEPS, current, decompose, fewest_steps, num_recent, slope_of
+from bebop.records import DraftCounts, StepRecord
+
+
+@dataclass(frozen=True)
+class MonitorState:
+    """What a decision is made from.
+
+    history: the run's steps in order. entropy_range: smallest and largest entropy (nats) of the pre-RL data, in the same
+    averaging as StepRecord.entropy_nats; None: not known, then the range is not judged. early_steps: steps that the
+    decomposition's line is fitted on. min_steps: fewest steps for a decision. min_mismatch: acceptance length that a mismatch
+    must cost before an update pays.
+    """
+
+    history: Sequence[StepRecord]
+    entropy_range: tuple[float, float] | None = None
+    early_steps: int = EARLY_STEPS
+    min_steps: int = 8
+    min_mismatch: float = 0.05
+
+
+@dataclass(frozen=True)
+class Decision:
+    """update: True, False, or None for "undetermined"; reason: one sentence; evidence: the numbers it rests on."""
+
+    update: bool | None
+    reason: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def word(self) -> str:
+        """The decision in words."""
+        return {True: "update the heads online", False: "keep the heads", None: "undetermined"}[self.update]
+
+
+def decide(state: MonitorState) -> Decision:
+    """Decide on online updates of the heads. Raises ValueError for an entropy_range that is no range."""
+    _check_range(state.entropy_range)
+    steps = current(state.history)
+    evidence: dict[str, Any] = {"steps_in_run": len(state.history), "steps_used": len(steps)}
+    if not steps:
+        return Decision(None, f"no data: no step of {len(state.history)} has drafts and an entropy", evidence)
+    recent = steps[-num_recent(len(steps)) :]
+    entropy = float(np.mean([step.entropy_nats for step in recent]))
+    slope = slope_of(steps)
+    evidence |= {
+        "num_speculative_tokens": steps[-1].num_speculative_tokens,
+        "acceptance_rule": steps[-1].acceptance_rule,
+        "temperature": steps[-1].temperature,
+        "counts": asdict(sum((step.counts for step in steps), DraftCounts())),
+        "slope": slope.slope,
+        "slope_low": slope.low,
+        "slope_high": slope.high,
+        "slope_relative": slope.relative,
+        "slope_status": slope.status,
+        "recent_steps": [recent[0].step, recent[-1].step],
+        "recent_entropy_nats": entropy,
+        "entropy_range": list(state.entropy_range) if state.entropy_range else None,
+        "min_mismatch": state.min_mismatch,
+    }
+    fewest = max(state.min_steps, fewest_steps())
+    if len(steps) < state.min_steps:
+        return Decision(None, f"undetermined: {len(steps)} steps with drafts, at least {fewest} are needed", evidence)
+    if state.entropy_range and not state.entropy_range[0] <= entropy <= state.entropy_range[1]:
+        low, high = state.entropy_range
+        reason = (
+            f"entropy {entropy:.3f} nats (mean of steps {recent[0].step} to {recent[-1].step}) has left the range of the "
+            f"pre-RL data, {low:.3f} to {high:.3f}: the heads have not seen such text"
+        )
+        return Decision(True, reason, evidence)
+    if slope.status != "ok":
+        return Decision(None, f"undetermined: {slope.reason}", evidence)
+    return _by_mismatch(state, evidence, fewest, len(steps))
+
+
+def _by_mismatch(state: MonitorState, evidence: dict[str, Any], fewest: int, num_steps: int) -> Decision:
+    if num_steps < fewest:
+        return Decision(None, f"undetermined: {num_steps} steps with drafts, at least {fewest} are needed", evidence)
+    parts = decompose(state.history, early_steps=state.early_steps)
+    evidence |= {
+        "early_steps": list(parts.early_steps or ()),
+        "early_slope": parts.early.slope,
+        "early_slope_low": parts.early.low,
+        "early_slope_high": parts.early.high,
+    }
+    if parts.recent is None:
+        return Decision(None, f"undetermined: early phase: {parts.early.reason}", evidence)
+    mismatch, limit = parts.recent, -state.min_mismatch
+    evidence |= {"mismatch": mismatch.value, "mismatch_low": mismatch.low, "mismatch_high": mismatch.high}
+    interval = f"{mismatch.value:+.3f} [{mismatch.low:+.3f}, {mismatch.high:+.3f}]"
+    first, last = parts.recent_steps
+    said = f"mismatch over steps {first} to {last} is {interval} tokens per target forward"
+    if mismatch.high < 0 and mismatch.value <= limit:
+        return Decision(
+            True, f"{said}: significant, and at least {state.min_mismatch:g}, what an update has to pay", evidence
+        )
+    if mismatch.high < 0 or mismatch.low > limit:
+        return Decision(False, f"{said}: below {state.min_mismatch:g}, what an update has to pay for", evidence)
+    return Decision(
+        None, f"undetermined: {said}, which excludes neither 0 nor {limit:g}; more steps narrow it", evidence
+    )
+
+
+def _check_range(entropy_range: tuple[float, float] | None) -> None:
+    if entropy_range is not None and not (len(entropy_range) == 2 and 0 <= entropy_range[0] <= entropy_range[1]):
+        raise ValueError(f"entropy_range: {entropy_range!r} came, expected two entropies in nats, smallest first")
