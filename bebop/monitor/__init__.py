@@ -19,6 +19,9 @@ from bebop.monitor.store import (
     write_run_json,
     write_summary,
 )
+from bebop.monitor.summary import state_of, summarise
+from bebop.monitor.table import format_table, print_table
+from bebop.monitor.wandb_adapter import LoggerError, WandbSink, check_wandb
 
 __all__ = [
     "Decision",
@@ -26,17 +29,24 @@ __all__ = [
     "Definition",
     "Estimate",
     "JsonlSink",
+    "LoggerError",
     "MonitorState",
     "Slope",
+    "WandbSink",
+    "check_wandb",
     "decide",
     "decompose",
     "fit_slope",
+    "format_table",
+    "print_table",
     "read_records",
     "read_steps",
     "slope_of",
     "split_by_definition",
+    "state_of",
     "step_from_json",
     "step_to_json",
+    "summarise",
     "write_run_json",
     "write_summary",
 ]

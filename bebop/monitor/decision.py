@@ -1,8 +1,8 @@
 """Should the heads be updated online? (Bebop, sections on the entropy-acceptance slope and on online updates.)
 
-Yes where a mismatch costs more acceptance length than an update has to pay for, and is significant, or where the policy's
-entropy has left the range that the pre-RL data covered: outside it, heads trained on that data depend on entropy again. No where
-such a mismatch is excluded. Undetermined, never no, where the data can't tell.
+Yes where a mismatch is significant and costs at least the acceptance length that an update must pay for, or where the
+policy's entropy has left the range that the pre-RL data covered: outside it, heads trained on that data depend on
+entropy again. No where the loss is smaller than that. Undetermined, never no, where the data can't tell.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from bebop.records import DraftCounts, StepRecord
 class MonitorState:
     """What a decision is made from.
 
-    history: the run's steps in order. entropy_range: smallest and largest entropy (nats) of the pre-RL data, in the same
-    averaging as StepRecord.entropy_nats; None: not known, then the range is not judged. early_steps: steps that the
-    decomposition's line is fitted on. min_steps: fewest steps for a decision. min_mismatch: acceptance length that a mismatch
-    must cost before an update pays.
+    history: the run's steps in order.
+    entropy_range: smallest and largest entropy (nats) of the pre-RL data, averaged as StepRecord.entropy_nats is: means
+        over many tokens, not single tokens; None: not known, then the range is not judged.
+    early_steps: steps that the decomposition's line is fitted on.
+    min_steps: fewest steps for a decision.
+    min_mismatch: acceptance length that a mismatch must cost before an update pays.
     """
 
     history: Sequence[StepRecord]
@@ -79,8 +81,8 @@ def decide(state: MonitorState) -> Decision:
     if state.entropy_range and not state.entropy_range[0] <= entropy <= state.entropy_range[1]:
         low, high = state.entropy_range
         reason = (
-            f"entropy {entropy:.3f} nats (mean of steps {recent[0].step} to {recent[-1].step}) has left the range of the "
-            f"pre-RL data, {low:.3f} to {high:.3f}: the heads have not seen such text"
+            f"entropy {entropy:.3f} nats (mean of steps {recent[0].step} to {recent[-1].step}) has left the range of "
+            f"the pre-RL data, {low:.3f} to {high:.3f}: the heads have not seen such text"
         )
         return Decision(True, reason, evidence)
     if slope.status != "ok":
@@ -106,11 +108,11 @@ def _by_mismatch(state: MonitorState, evidence: dict[str, Any], fewest: int, num
     first, last = parts.recent_steps
     said = f"mismatch over steps {first} to {last} is {interval} tokens per target forward"
     if mismatch.high < 0 and mismatch.value <= limit:
-        return Decision(
-            True, f"{said}: significant, and at least {state.min_mismatch:g}, what an update has to pay", evidence
-        )
+        reason = f"{said}: significant, and at least the {state.min_mismatch:g} that an update must pay for"
+        return Decision(True, reason, evidence)
     if mismatch.high < 0 or mismatch.low > limit:
-        return Decision(False, f"{said}: below {state.min_mismatch:g}, what an update has to pay for", evidence)
+        reason = f"{said}: a smaller loss than the {state.min_mismatch:g} that an update must pay for"
+        return Decision(False, reason, evidence)
     return Decision(
         None, f"undetermined: {said}, which excludes neither 0 nor {limit:g}; more steps narrow it", evidence
     )

@@ -1,10 +1,11 @@
-"""What the change of the acceptance length over an RL run comes from: the policy's entropy, or heads that fit it no longer.
+"""What changes the acceptance length over an RL run: the policy's entropy, or heads that fit the policy no longer.
 
     AL_t - AL_0 = d_entropy + d_mismatch,   d_entropy = b (H_t - H_0),   d_mismatch = the rest
 
 b and AL_0 = a + b H_0 come from a line fitted on the run's early phase, so d_mismatch is a regression residual,
-AL_t - (a + b H_t), and carries the line's own uncertainty. Steps compare only where acceptance means the same: one draft
-length, one rule, one temperature. Acceptance falls with the draft length alone, so slopes are never pooled over it.
+AL_t - (a + b H_t), and carries the line's own uncertainty. Steps compare only where acceptance means the same: one
+draft length, one rule, one temperature. The accepted share falls with the draft length alone, so slopes are not pooled
+over it.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def current(history: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def slope_of(steps: Sequence[StepRecord]) -> Slope:
-    """Slope of acceptance length over entropy of steps under one definition. Raises ValueError where there are several."""
+    """Slope of acceptance length over entropy, of steps under one definition. Raises ValueError on more."""
     definitions = {definition_of(step) for step in steps}
     if len(definitions) > 1:
         names = "; ".join(sorted(map(str, definitions)))

@@ -1,4 +1,4 @@
-"""The entropy-acceptance slope: right on lines, honest about autocorrelated steps, undetermined where it can't be told."""
+"""The entropy-acceptance slope: right on lines, honest about autocorrelated steps, undetermined where it can't tell."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_slope_of_a_line_is_exact(array):
 def test_no_slope_is_undetermined_with_its_reason_and_has_no_numbers(entropy, acceptance, reason):
     slope = fit_slope(entropy, acceptance)
     assert slope.status == "undetermined"
-    pytest.raises(ValueError, slope.line, 0.3).match(reason)
+    with pytest.raises(ValueError, match=reason):
+        slope.line(0.3)
     assert (slope.slope, slope.low, slope.high, slope.relative) == (None,) * 4
 
 

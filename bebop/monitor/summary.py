@@ -1,0 +1,103 @@
+"""The result of a run in one flat mapping, out of its records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bebop.monitor.decision import Decision, MonitorState, decide
+from bebop.monitor.decomposition import current, slope_of
+from bebop.monitor.slope import Slope, fit_slope
+from bebop.monitor.store import read_json, read_records, read_steps
+from bebop.records import DraftCounts, StepRecord
+
+WINDOW = 5  # steps that "first" and "last" average
+
+
+def state_of(run_dir: Path | str) -> MonitorState:
+    """The monitor's state out of a run folder: its steps, and the monitor's settings in run.json where they are there.
+
+    The entropy range of the pre-RL data is the config's; else that of the last record with kind "monitor"; else that
+    in the provenance of heads trained in this folder (checkpoint/bebop.json).
+    """
+    run_dir = Path(run_dir)
+    settings = read_json(run_dir / "run.json").get("config", {}).get("monitor") or {}
+    known = {
+        key: settings[key] for key in ("early_steps", "min_steps", "min_mismatch") if settings.get(key) is not None
+    }
+    ranges = [record.get("entropy_range") for record in read_records(run_dir, "monitor")]
+    ranges = [
+        settings.get("entropy_range"),
+        *reversed(ranges),
+        read_json(run_dir / "checkpoint" / "bebop.json").get("entropy_range"),
+    ]
+    found = next((tuple(span) for span in ranges if span), None)
+    return MonitorState(read_steps(run_dir), entropy_range=found, **known)
+
+
+def run_slope(steps: Sequence[StepRecord]) -> Slope:
+    """Slope over all steps under the current definition of acceptance; undetermined where nothing was drafted."""
+    observed = current(steps)
+    return slope_of(observed) if observed else fit_slope([], [])
+
+
+def summarise(run_dir: Path | str) -> dict[str, Any]:
+    """Numbers of a finished or running run, each with the steps it is over; None where there is no data.
+
+    reward_first, reward_last: mean over the first and last 5 steps.
+    acceptance_length: pooled counts of the last 5 steps that drafted, acceptance_length_steps says which;
+        acceptance_length_run: of all of them under the current draft length, rule and temperature.
+    slope: acceptance length per nat over those steps, with its Newey-West 95 % interval.
+    decision: in words, with decision_update true, false or null.
+    """
+    state = state_of(run_dir)
+    steps = state.history
+    rewards = [step.reward_mean for step in steps if step.reward_mean is not None]
+    observed = current(steps)
+    last = observed[-WINDOW:]
+    counts = pooled(last)
+    slope, decision = run_slope(steps), decide(state)
+    return {
+        "steps": len(steps),
+        "reward_first": _mean(rewards[:WINDOW]),
+        "reward_last": _mean(rewards[-WINDOW:]),
+        "reward_window": min(WINDOW, len(rewards)),
+        "acceptance_length": counts.acceptance_length,
+        "acceptance_length_steps": [last[0].step, last[-1].step] if last else None,
+        "acceptance_length_run": pooled(observed).acceptance_length,
+        "acceptance_rule": last[-1].acceptance_rule if last else None,
+        "temperature": last[-1].temperature if last else None,
+        "num_speculative_tokens": last[-1].num_speculative_tokens if last else None,
+        "conditional_acceptance": list(counts.conditional_acceptance) if last else None,
+        "counts": asdict(counts),
+        "counts_run": asdict(pooled(observed)),
+        "slope": slope.slope,
+        "slope_low": slope.low,
+        "slope_high": slope.high,
+        "slope_relative": slope.relative,
+        "slope_status": slope.status,
+        "slope_reason": slope.reason or None,
+        "slope_steps": slope.n,
+        **decision_fields(decision),
+    }
+
+
+def decision_fields(decision: Decision) -> dict[str, Any]:
+    """A decision as keys of a summary."""
+    return {
+        "decision": decision.word,
+        "decision_update": decision.update,
+        "decision_reason": decision.reason,
+        "decision_evidence": dict(decision.evidence),
+    }
+
+
+def pooled(steps: Sequence[StepRecord]) -> DraftCounts:
+    """Counts of steps added up; zeros where nothing was drafted, whose acceptance length is None."""
+    return sum((step.counts for step in steps if step.counts), DraftCounts())
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
