@@ -1,7 +1,7 @@
 """Weights & Biases as one more sink; the only place that imports wandb.
 
 Offline needs neither network nor key and never prompts; `close` prints the command that uploads the run. What is read
-first: acceptance length over entropy, as a chart, beside the curves over steps. Every key has its definition in a table.
+first: acceptance length over entropy, a chart, beside the curves over steps. Every key has its definition in a table.
 """
 
 from __future__ import annotations
