@@ -6,7 +6,9 @@ and the caller's own environment is restored after. A value that the user has se
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +16,12 @@ from pathlib import Path
 
 from bebop.engines.vllm_patches import PLAIN_WEIGHTS_ENV
 
+LOG_ENV = "BEBOP_ENGINE_LOG"  # file that the engine process writes its output to
 GENERAL = {
     "HF_HUB_OFFLINE": "1",  # policies are directories on disk
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about defaults that bebop sets on purpose
+    "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
 }
 CPU = {
     PLAIN_WEIGHTS_ENV: "1",  # weights are updated in place
@@ -43,6 +47,28 @@ def intel_openmp() -> Path | None:
     """libiomp5.so of this Python environment, where it is installed: vLLM's CPU drafting is slow without it."""
     found = Path(sys.prefix) / "lib" / "libiomp5.so"
     return found if found.exists() else None
+
+
+def redirect_engine_output() -> None:
+    """In a process that an engine spawned: send stdout and stderr to the engine's log, if it has one."""
+    path = os.environ.get(LOG_ENV)
+    if path and multiprocessing.parent_process() is not None:
+        log = os.open(path, os.O_WRONLY | os.O_APPEND)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+
+
+def last_error(log: Path) -> str | None:
+    """The exception that an engine process died of, out of its log: the last line such as `ValueError: text`."""
+    if not log.is_file():
+        return None
+    found = re.findall(
+        r"(?:^|\] |\s)(\w+(?:\.\w+)*(?:Error|Exception): .+)$", log.read_text(errors="replace"), re.MULTILINE
+    )
+    return found[-1].strip() if found else None
 
 
 @contextmanager

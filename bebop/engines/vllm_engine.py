@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import tempfile
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import Any, Literal, Self
 from bebop.config import RolloutSection
 from bebop.engines import vllm_patches
 from bebop.engines.base import EngineDied, EngineError, EngineRefused, Weights
-from bebop.engines.environment import GENERAL, applied, cpu_environment, missing
+from bebop.engines.environment import GENERAL, LOG_ENV, applied, cpu_environment, last_error, missing
 from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
 
 logger = logging.getLogger("bebop.engines")
@@ -46,6 +47,7 @@ class VllmEngine:
         self._paused = False
         self._llm: Any = None
         self._processes: list[Any] = []
+        self._log = Path(tempfile.mkstemp(prefix="bebop-engine-", suffix=".log")[1])
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="bebop-vllm", daemon=True)
         self._thread.start()
@@ -57,7 +59,9 @@ class VllmEngine:
 
     async def _start(self, arguments: dict[str, Any]) -> None:
         on_cpu = vllm_patches.on_cpu()
-        with applied(missing(GENERAL | (cpu_environment() if on_cpu else {}))):
+        # with a log level of the user's choice, the engine's output stays on the terminal
+        log = {} if "VLLM_LOGGING_LEVEL" in os.environ else {LOG_ENV: str(self._log)}
+        with applied(missing(GENERAL | log | (cpu_environment() if on_cpu else {}))):
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -179,6 +183,8 @@ class VllmEngine:
         try:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
             held = await self._llm.collective_rpc("bebop_update", args=(path,))
+            if "error" in held[0]:
+                raise EngineRefused(held[0]["error"])
             self._note_spans()
             self.version = version
             # keys and values of the old weights must not serve new requests; where running requests hold some, these
@@ -190,7 +196,7 @@ class VllmEngine:
         finally:
             if not self._paused and not self._dead():
                 await self._llm.resume_generation()
-        return WeightChecksums(**held[0])
+        return _checksums(held[0])
 
     def _note_spans(self) -> None:
         for state in self._llm.output_processor.request_states.values():
@@ -199,7 +205,7 @@ class VllmEngine:
                 self._spans[state.external_req_id].append((had, self.version))
 
     def checksums(self) -> WeightChecksums:
-        return WeightChecksums(**self._call("bebop_checksums"))
+        return _checksums(self._run(self._llm.collective_rpc("bebop_checksums"))[0])
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -219,6 +225,8 @@ class VllmEngine:
     def close(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
+            if all(process.is_alive() for process in self._processes):
+                self._log.unlink(missing_ok=True)  # kept only where it tells of a death
             self._loop.call_soon_threadsafe(llm.shutdown)
             for process in self._processes:
                 process.join(timeout=20)
@@ -250,9 +258,6 @@ class VllmEngine:
                     raise translated from error
             raise
 
-    def _call(self, method: str) -> Any:
-        return self._run(self._llm.collective_rpc(method))[0]
-
     def _dead(self) -> bool:
         return self._llm is None or self._llm.errored or any(not process.is_alive() for process in self._processes)
 
@@ -260,11 +265,19 @@ class VllmEngine:
         if isinstance(error, EngineError):
             return error
         if self._dead():
-            codes = ", ".join(f"pid {p.pid} exit code {p.exitcode}" for p in self._processes if p.exitcode is not None)
-            return EngineDied(f"vLLM's engine died ({codes or 'still exiting'}): {_root(error)}")
+            return EngineDied(self._obituary(error))
         if isinstance(error, (ValueError, TypeError, AttributeError)):
             return EngineRefused(f"vLLM refused the request: {_root(error)}")
         return EngineError(_root(error))
+
+    def _obituary(self, error: Exception) -> str:
+        reason = last_error(self._log) or _root(error)
+        for process in self._processes:
+            process.join(timeout=2)  # it may still be on its way out
+            if process.exitcode is not None and process.exitcode < 0:
+                reason = f"process {process.pid} was killed by signal {-process.exitcode}"
+        where = f"; its log is {self._log}" if self._log.is_file() else ""
+        return f"vLLM's engine died: {reason}{where}"
 
     def _stat_logger(self) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
@@ -356,6 +369,12 @@ def stamp(num_tokens: int, spans: Sequence[tuple[int, int]], version: int) -> tu
     for had, until in spans:
         versions += [until] * (min(had, num_tokens) - len(versions))
     return tuple(versions + [version] * (num_tokens - len(versions)))
+
+
+def _checksums(held: dict[str, Any]) -> WeightChecksums:
+    if "error" in held:
+        raise EngineError(held["error"])
+    return WeightChecksums(**held)
 
 
 def _root(error: BaseException) -> str:

@@ -11,5 +11,7 @@ from __future__ import annotations
 def register() -> None:
     """Apply the fixes that the installed vLLM and platform need. Safe to call any number of times."""
     from bebop.engines import vllm_patches
+    from bebop.engines.environment import redirect_engine_output
 
+    redirect_engine_output()
     vllm_patches.apply_all()

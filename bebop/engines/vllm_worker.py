@@ -17,20 +17,26 @@ HEAD_PREFIX = "model.mtp_layers."
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker by `worker_extension_cls`."""
+    """Mixed into vLLM's worker by `worker_extension_cls`. A refusal comes back as {"error": text}."""
 
     def bebop_update(self, path: str) -> dict[str, Any]:
-        """Copy the tensors of a safetensors file into the model and the drafter, all or none."""
+        """Copy the tensors of a safetensors file into the model and the drafter, all or none; then checksums."""
         from safetensors.torch import load_file
 
-        replace_tensors(self._bebop_views(), load_file(path))
+        try:
+            replace_tensors(self._bebop_views(), load_file(path))
+        except ValueError as error:
+            return {"error": str(error)}
         return self.bebop_checksums()
 
     def bebop_checksums(self) -> dict[str, Any]:
         """Checksums of backbone and heads, and the number of head tensors."""
         from bebop.mtp import checksum
 
-        views = self._bebop_views()
+        try:
+            views = self._bebop_views()
+        except ValueError as error:
+            return {"error": str(error)}
         heads = {name: view for name, view in views.items() if name.startswith(HEAD_PREFIX)}
         backbone = {name: view for name, view in views.items() if name not in heads}
         return {"backbone": checksum(backbone), "heads": checksum(heads), "num_head_tensors": len(heads)}

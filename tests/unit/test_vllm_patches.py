@@ -1,0 +1,89 @@
+"""The corrections to vLLM: what they compute, when they apply, what they refuse. vLLM itself runs in tests/e2e."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bebop.engines import vllm_patches
+from bebop.engines.vllm_patches import PatchRefused, expand_batch_to_tokens, stats_of
+
+
+def test_expansion_repeats_each_value_for_its_own_tokens():
+    x = torch.tensor([0.7, 1.3, 0.5])
+    got = expand_batch_to_tokens(x, torch.tensor([2, 5, 6], dtype=torch.int32), 6)
+    assert torch.equal(got, torch.tensor([0.7, 0.7, 1.3, 1.3, 1.3, 0.5]))
+
+
+def test_expansion_keeps_fractions_and_dtype():
+    for dtype in (torch.float32, torch.float64, torch.int32, torch.int64):
+        x = torch.tensor([0.7, 2.0], dtype=dtype)
+        got = expand_batch_to_tokens(x, torch.tensor([1, 3]), 3)
+        assert got.dtype == dtype
+        assert torch.equal(got, torch.stack([x[0], x[1], x[1]]))
+
+
+def test_expansion_replaces_greedy_temperature():
+    got = expand_batch_to_tokens(torch.tensor([0.0, 0.7]), torch.tensor([2, 3]), 3, replace_from=0, replace_to=1)
+    assert torch.equal(got, torch.tensor([1.0, 1.0, 0.7]))
+
+
+def test_expansion_skips_requests_without_drafts():
+    got = expand_batch_to_tokens(torch.tensor([3.0, 4.0, 5.0]), torch.tensor([0, 2, 2]), 2)
+    assert torch.equal(got, torch.tensor([4.0, 4.0]))
+
+
+def test_histogram_becomes_counts_per_depth():
+    # 20 drafts of 3: 5 with none accepted, 7 with one, 5 with two, 3 with all
+    counted = SimpleNamespace(histogram=[5, 7, 5, 3], num_draft_tokens=60)
+    stats = stats_of(counted)
+    assert stats.accepted_per_depth == (15, 8, 3)
+    assert (stats.num_accepted_tokens, stats.num_verify_steps, stats.num_draft_tokens) == (26, 20, 60)
+
+
+def test_unknown_version_stops_bebop_with_both_versions_named():
+    with pytest.raises(PatchRefused, match=r"vllm 9\.9\.9 .*0\.31\.0"):
+        vllm_patches.require("9.9.9")
+    vllm_patches.require("0.31.0")
+
+
+def test_unknown_version_is_left_alone_for_users_of_plain_vllm(monkeypatch, caplog):
+    applied = []
+    patch = vllm_patches.Patch("toy", True, lambda: True, lambda: applied.append(1))
+    monkeypatch.setattr(vllm_patches, "PATCHES", (patch,))
+    monkeypatch.setattr(vllm_patches, "_status", {})
+    monkeypatch.setattr(vllm_patches, "installed_version", lambda: "9.9.9")
+    status = vllm_patches.apply_all()
+    assert not applied
+    assert status["toy"].startswith("refused: vllm 9.9.9")
+    assert len(caplog.records) == 1
+
+
+def test_each_patch_is_applied_once_and_only_where_wanted(monkeypatch):
+    applied = []
+    patches = (
+        vllm_patches.Patch("wanted", True, lambda: True, lambda: applied.append("wanted")),
+        vllm_patches.Patch("elsewhere", True, lambda: False, lambda: applied.append("elsewhere")),
+    )
+    monkeypatch.setattr(vllm_patches, "PATCHES", patches)
+    monkeypatch.setattr(vllm_patches, "_status", {})
+    monkeypatch.setattr(vllm_patches, "installed_version", lambda: "0.31.0")
+    vllm_patches.apply_all()
+    assert vllm_patches.apply_all() == {"wanted": "applied", "elsewhere": "not needed"}
+    assert applied == ["wanted"]
+
+
+def test_a_patch_that_finds_nothing_to_replace_is_refused_not_raised(monkeypatch):
+    def gone() -> None:
+        raise AttributeError("module has no attribute expand_batch_to_tokens")
+
+    monkeypatch.setattr(vllm_patches, "PATCHES", (vllm_patches.Patch("toy", True, lambda: True, gone),))
+    monkeypatch.setattr(vllm_patches, "_status", {})
+    monkeypatch.setattr(vllm_patches, "installed_version", lambda: "0.31.0")
+    assert vllm_patches.apply_all()["toy"].startswith("refused: module has no attribute")
+
+
+def test_switch_leaves_vllm_as_it_came(monkeypatch):
+    monkeypatch.setenv(vllm_patches.FIXES_ENV, "0")
+    assert set(vllm_patches.apply_all().values()) == {"off"}
+    vllm_patches.require("9.9.9")
