@@ -1,0 +1,5 @@
+"""GRPO on verl, with MTP speculation in the rollouts: the only place of bebop that imports verl and Ray."""
+
+from bebop.rl.run import RlError, run
+
+__all__ = ["RlError", "run"]

@@ -1,0 +1,69 @@
+"""Checkpoints of a GRPO run: complete or absent.
+
+run_dir/checkpoints/global_step_N is verl's own (model, optimizer, data position, queue of responses);
+run_dir/checkpoints/step_N/policy is the policy with its heads as a Hugging Face directory; step_N/complete.json is
+written last, so that a run that is killed while it saves resumes from the checkpoint before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+COMPLETE = "complete.json"
+
+
+def policy_dir(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step}" / "policy"
+
+
+def verl_dir(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"global_step_{step}"
+
+
+def mark_complete(run_dir: Path, step: int, **facts: object) -> None:
+    """Say that both halves of step's checkpoint are on the disk."""
+    folder = run_dir / "checkpoints" / f"step_{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f".{COMPLETE}"
+    with open(part, "w") as file:
+        json.dump({"step": step, **facts}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, folder / COMPLETE)
+
+
+def complete_steps(run_dir: Path) -> list[int]:
+    """Steps with a complete checkpoint, in order."""
+    found = []
+    for mark in (run_dir / "checkpoints").glob(f"step_*/{COMPLETE}"):
+        step = mark.parent.name.removeprefix("step_")
+        if step.isdigit() and verl_dir(run_dir, int(step)).is_dir() and policy_dir(run_dir, int(step)).is_dir():
+            found.append(int(step))
+    return sorted(found)
+
+
+def latest(run_dir: Path) -> int | None:
+    """Step to resume from; None without a complete checkpoint."""
+    steps = complete_steps(run_dir)
+    return steps[-1] if steps else None
+
+
+def discard_incomplete(run_dir: Path) -> None:
+    """Remove what a killed run left half-written."""
+    keep = set(complete_steps(run_dir))
+    for folder in (run_dir / "checkpoints").glob("*step_*"):
+        step = folder.name.rpartition("step_")[2]
+        if step.isdigit() and int(step) not in keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, their mark first."""
+    for step in complete_steps(run_dir)[:-keep]:
+        folder = run_dir / "checkpoints" / f"step_{step}"
+        (folder / COMPLETE).unlink()
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(verl_dir(run_dir, step), ignore_errors=True)

@@ -1,0 +1,43 @@
+"""Environment of a GRPO run's processes, set here and nowhere else.
+
+Ray's workers and vLLM's engine inherit it from the trainer's process, which `bebop.rl.run` starts with it. What a user
+has set already is left alone, apart from the keys that make the run bebop's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from bebop.engines.environment import GENERAL, LOG_ENV, cpu_environment
+
+RUN_ENV = "BEBOP_RUN"  # the run folder; every process of a run carries it, so that all of them can be found and ended
+ENGINE_LOG = "engine.log"
+
+
+def run_environment(run_dir: Path, *, on_cpu: bool, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The whole environment of a run's trainer process, on top of `base` (this process's)."""
+    env = dict(os.environ if base is None else base)
+    wanted = GENERAL | {
+        LOG_ENV: str(run_dir / ENGINE_LOG),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_DATASETS_CACHE": str(run_dir / "cache"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # idle workers that Ray starts ahead would import everything for nothing
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_worker_prestart": "0",
+        # vLLM's V2 runner keeps its drafter where verl 0.9.1 does not look, and would never sync it
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if on_cpu:
+        wanted |= cpu_environment() | {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "TORCHDYNAMO_DISABLE": "1"}
+    env |= {name: value for name, value in wanted.items() if name not in env}
+    env |= {"BEBOP_RL": "1", RUN_ENV: str(run_dir), "VERL_USE_EXTERNAL_MODULES": "bebop.rl.plugin"}
+    if on_cpu:
+        # FSDP, verl's engine of the trainer, is registered under accelerators' names
+        env |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
+        env.pop("CUDA_VISIBLE_DEVICES", None)
+    return env

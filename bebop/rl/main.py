@@ -1,0 +1,156 @@
+"""The trainer's process of a GRPO run: `python -m bebop.rl.main <run_dir>`, started by `bebop.rl.run`.
+
+verl's `run_ppo` starts Ray and is given a task runner that stays in this process: it saves an actor's start-up, and lets
+the watchdog end the run from here. verl's and Ray's own output goes to run_dir/grpo.log; the console gets bebop's lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+START = time.monotonic()
+LOG = "grpo.log"
+ERROR = "error.json"
+LOCK = ".lock"
+
+
+class Console:
+    """The caller's terminal, kept apart from the output of verl's processes."""
+
+    def __init__(self, log: Path) -> None:
+        self.stream = os.fdopen(os.dup(1), "w", buffering=1)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sys.stdout.flush()
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+
+    def phase(self, text: str) -> None:
+        print(f"[grpo {time.monotonic() - START:5.1f} s] {text}", file=self.stream, flush=True)
+        print(f"[grpo {time.monotonic() - START:5.1f} s] {text}", flush=True)
+
+
+def main(run_dir: Path) -> int:
+    die_with_parent()
+    lock = open(run_dir / LOCK, "w")  # noqa: SIM115: held until the process ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        print(f"{run_dir}: another process trains in this folder", file=sys.stderr)
+        return 1
+    console = Console(run_dir / LOG)
+    temp_dir = tempfile.mkdtemp(prefix="bebop-ray-")
+    fail = Failure(run_dir)
+    try:
+        train(run_dir, temp_dir, console, fail)
+        return 0
+    except BaseException as error:
+        fail.write(error)
+        return 1
+    finally:
+        with contextlib.suppress(Exception):
+            import ray
+
+            ray.shutdown()
+        shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def train(run_dir: Path, temp_dir: str, console: Console, fail: Failure) -> None:
+    """Compose nothing, decide nothing: run verl on the config that the caller wrote."""
+    from omegaconf import OmegaConf, open_dict
+
+    config = OmegaConf.load(run_dir / "verl.yaml")
+    OmegaConf.set_struct(config, True)
+    with open_dict(config):
+        config.ray_kwargs.ray_init._temp_dir = temp_dir
+    console.phase("importing verl")
+    from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+    from verl.utils.device import auto_set_device
+
+    from bebop.rl import trainer, watchdog
+
+    trainer.PHASE = console.phase
+    trainer.CONSOLE = console.stream
+    watchdog.Watchdog.on_stuck = staticmethod(fail.leave)
+    from verl.experimental.reward_loop.reward_loop import migrate_legacy_reward_impl
+
+    config = migrate_legacy_reward_impl(config)
+    auto_set_device(config)
+    validate_config(
+        config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
+    )
+    console.phase("starting Ray")
+    run_ppo(config, task_runner_class=in_this_process(TaskRunnerV1.__ray_metadata__.modified_class))
+
+
+def in_this_process(runner_class: type) -> Any:
+    """What run_ppo needs of a Ray actor class, around an instance that lives here."""
+
+    class Run:
+        def __init__(self, runner: Any) -> None:
+            self.runner = runner
+
+        def remote(self, config: Any) -> Any:
+            import ray
+
+            return ray.put(self.runner.run(config))
+
+    class Handle:
+        def __init__(self) -> None:
+            self.run = Run(runner_class())
+
+        @classmethod
+        def remote(cls) -> Handle:
+            return cls()
+
+    return Handle
+
+
+class Failure:
+    """Leaves the reason of a failed run for the caller, once."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / ERROR
+
+    def write(self, error: BaseException) -> None:
+        if self.path.exists():
+            return
+        text = str(error).strip() or type(error).__name__
+        details = "".join(traceback.format_exception(error))
+        print(details, file=sys.stderr, flush=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps({"type": type(error).__name__, "message": text, "details": details}))
+        os.replace(part, self.path)
+
+    def leave(self, error: BaseException) -> None:
+        """End this process although its main thread hangs; the caller ends the others."""
+        self.write(error)
+        os._exit(1)
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process with its parent, should that be killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() == 1:
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    code = main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(code)  # verl leaves threads and exit hooks that can hang

@@ -1,0 +1,140 @@
+"""`run`: one GRPO run in processes of its own, from its config to its summary.
+
+Everything that verl, Ray and vLLM start carries the run folder in its environment, so that whatever a run leaves behind
+(it was killed, its engine died) is found and ended, and nothing else is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bebop.config import GrpoConfig
+from bebop.rl import checkpoints
+from bebop.rl.environment import ENGINE_LOG, RUN_ENV, run_environment
+from bebop.rl.errors import RlError
+from bebop.rl.verl_config import Policy, compose, save
+
+ENDING_S = 15.0  # for processes to end by themselves before they are killed
+
+
+def run(config: GrpoConfig, run_dir: Path, *, policy_dir: Path | None = None) -> dict[str, Any]:
+    """Train the policy in `policy_dir` (default: the one that `config.model` names) and return the summary.
+
+    A run_dir with a complete checkpoint is resumed from it. Raises ConfigError before anything starts, RlError with the
+    reason in its first line when the run ends early.
+    """
+    import torch
+
+    run_dir = Path(run_dir).resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    num_gpus = torch.cuda.device_count()
+    if policy_dir is None:
+        from bebop.backbone import prepare_policy
+
+        policy_dir = prepare_policy(config.model, config.seed)
+    started = time.monotonic()
+    checkpoints.discard_incomplete(run_dir)
+    step = checkpoints.latest(run_dir)
+    resume_from = checkpoints.verl_dir(run_dir, step) if step else None
+    policy = Policy.read(Path(policy_dir).resolve())
+    composed = compose(config, policy, run_dir, num_gpus=num_gpus, resume_from=resume_from)
+    save(composed, run_dir / "verl.yaml")
+    _write_prompts(config, run_dir)
+    if step is None or step < config.grpo.steps:
+        _train(run_dir, run_environment(run_dir, on_cpu=num_gpus == 0))
+    return summary(config, run_dir, elapsed_s=time.monotonic() - started)
+
+
+def _write_prompts(config: GrpoConfig, run_dir: Path) -> None:
+    from bebop.data.prompts import make_prompts
+    from bebop.rl.prompts import write_parquet
+
+    number = config.grpo.steps * config.grpo.prompts_per_step
+    prompts = make_prompts(config.data.tasks, number, config.seed, "rl", solutions=False)
+    write_parquet(prompts, run_dir / "prompts.parquet")
+
+
+def _train(run_dir: Path, env: dict[str, str]) -> None:
+    """Run the trainer's process; whatever happens, no process of the run is left."""
+    (run_dir / "error.json").unlink(missing_ok=True)
+    (run_dir / ENGINE_LOG).touch()
+    end_processes(run_dir, grace_s=0)
+    process = subprocess.Popen([sys.executable, "-m", "bebop.rl.main", str(run_dir)], env=env, start_new_session=True)
+    try:
+        code = process.wait()
+    except BaseException:
+        process.send_signal(signal.SIGTERM)
+        raise
+    finally:
+        end_processes(run_dir, grace_s=ENDING_S if process.poll() == 0 else 2.0)
+    if code != 0:
+        raise RlError(_reason(run_dir, code))
+
+
+def _reason(run_dir: Path, code: int) -> str:
+    file = run_dir / "error.json"
+    if file.exists():
+        message = json.loads(file.read_text())["message"]
+        return f"{message}\n(details in {file}, all output in {run_dir / 'grpo.log'})"
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return f"the trainer's process ended with {how}; its output is in {run_dir / 'grpo.log'}"
+
+
+def end_processes(run_dir: Path, *, grace_s: float) -> int:
+    """End every process that carries this run folder in its environment; returns how many had to be killed."""
+    deadline = time.monotonic() + grace_s
+    while (left := processes_of(run_dir)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    killed = len(left)
+    while left := processes_of(run_dir):
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.1)
+    return killed
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """Process ids whose environment names this run folder, this process and the finished ones left out."""
+    mark = f"{RUN_ENV}={run_dir}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != os.getpid():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def summary(config: GrpoConfig, run_dir: Path, *, elapsed_s: float) -> dict[str, Any]:
+    """Numbers of the whole run, out of its records."""
+    from bebop.monitor import read_steps
+
+    steps = read_steps(run_dir)
+    rewards = [step.reward_mean for step in steps if step.reward_mean is not None]
+    last = checkpoints.latest(run_dir)
+    window = min(5, len(rewards))
+    total = None
+    for step in steps:
+        if step.counts is not None:
+            total = step.counts if total is None else total + step.counts
+    return {
+        "steps": len(steps),
+        "reward_first": sum(rewards[:window]) / window if window else None,
+        "reward_last": sum(rewards[-window:]) / window if window else None,
+        "acceptance_length": total.acceptance_length if total else None,
+        "conditional_acceptance": list(total.conditional_acceptance) if total else None,
+        "step_s": sum(step.step_s or 0.0 for step in steps) / len(steps) if steps else None,
+        "checkpoint": str(checkpoints.policy_dir(run_dir, last)) if last else None,
+        "elapsed_s": elapsed_s,
+    }

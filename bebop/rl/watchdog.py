@@ -1,0 +1,79 @@
+"""Watches the run's actors from a thread, since verl would retry on a dead engine for ever.
+
+`replying` actors answer `health` at any time, so silence counts as death after `limit_s`; `living` ones may be busy for
+long and count as dead when Ray says so. A fault is raised by the trainer at its next look; should the trainer be stuck
+in a call that never returns, `on_stuck` ends the process after `grace_s`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bebop.rl.errors import WorkerDied
+
+INTERVAL_S = 2.0
+
+
+class Watchdog:
+    """See the module's docstring. `start` once the actors exist; `raise_fault` as often as the loop turns."""
+
+    on_stuck: Callable[[Exception], None] | None = None  # set by the process that runs the trainer
+
+    def __init__(self, limit_s: float, grace_s: float = 5.0) -> None:
+        self.limit_s, self.grace_s = limit_s, grace_s
+        self.fault: Exception | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, replying: Sequence[Any], living: Sequence[Any]) -> None:
+        self._thread = threading.Thread(target=self._watch, args=(list(replying), list(living)), daemon=True, name="bebop-watchdog")
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def raise_fault(self) -> None:
+        """Raise what was found, if anything."""
+        if self.fault is not None:
+            raise self.fault
+
+    def _watch(self, replying: list[Any], living: list[Any]) -> None:
+        import ray
+
+        asked = {actor: (actor.health.remote(), time.monotonic()) for actor in replying}
+        asked |= {actor: (actor.__ray_call__.remote(_nothing), None) for actor in living}
+        while not self._stop.wait(INTERVAL_S):
+            for actor, (reference, since) in list(asked.items()):
+                done, _ = ray.wait([reference], timeout=0)
+                if not done:
+                    if since is not None and time.monotonic() - since > self.limit_s:
+                        return self._found(WorkerDied(f"{actor} gave no sign of life for {self.limit_s:.0f} s (grpo.watchdog_s)"))
+                    continue
+                try:
+                    ray.get(reference)
+                except Exception as error:
+                    return self._found(WorkerDied(_reason(actor, error)))
+                if since is None:
+                    asked[actor] = (actor.__ray_call__.remote(_nothing), None)
+                else:
+                    asked[actor] = (actor.health.remote(), time.monotonic())
+
+    def _found(self, fault: Exception) -> None:
+        if self._stop.is_set():
+            return
+        self.fault = fault
+        if not self._stop.wait(self.grace_s) and self.on_stuck is not None:
+            self.on_stuck(fault)
+
+
+def _nothing(self: Any) -> None:
+    return None
+
+
+def _reason(actor: Any, error: Exception) -> str:
+    cause = getattr(error, "cause", None) or error
+    lines = [line for line in str(cause).strip().splitlines() if line.strip()]
+    return f"{lines[0] if lines else type(cause).__name__} ({actor})"
