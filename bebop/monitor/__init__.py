@@ -9,6 +9,7 @@ from bebop.monitor.decomposition import (
     slope_of,
     split_by_definition,
 )
+from bebop.monitor.report import write_report
 from bebop.monitor.slope import Slope, fit_slope
 from bebop.monitor.store import (
     JsonlSink,
@@ -47,6 +48,7 @@ __all__ = [
     "step_from_json",
     "step_to_json",
     "summarise",
+    "write_report",
     "write_run_json",
     "write_summary",
 ]

@@ -2,7 +2,8 @@
 
 Yes where a mismatch is significant and costs at least the acceptance length that an update must pay for, or where the
 policy's entropy has left the range that the pre-RL data covered: outside it, heads trained on that data depend on
-entropy again. No where the loss is smaller than that. Undetermined, never no, where the data can't tell.
+entropy again. No where the loss is smaller than that, or not significant although the data would have shown it.
+Undetermined, never no, where the data can't tell: too few steps, constant entropy, an interval too wide.
 """
 
 from __future__ import annotations
@@ -113,9 +114,14 @@ def _by_mismatch(state: MonitorState, evidence: dict[str, Any], fewest: int, num
     if mismatch.high < 0 or mismatch.low > limit:
         reason = f"{said}: a smaller loss than the {state.min_mismatch:g} that an update must pay for"
         return Decision(False, reason, evidence)
-    return Decision(
-        None, f"undetermined: {said}, which excludes neither 0 nor {limit:g}; more steps narrow it", evidence
+    resolved = (mismatch.high - mismatch.low) / 2  # the least mismatch that would have shown as significant
+    if resolved <= state.min_mismatch:
+        reason = f"{said}: not significant, where a loss of {state.min_mismatch:g} would have been"
+        return Decision(False, reason, evidence)
+    reason = (
+        f"undetermined: {said}; its interval is too wide to see a loss of {state.min_mismatch:g}, more steps narrow it"
     )
+    return Decision(None, reason, evidence)
 
 
 def _check_range(entropy_range: tuple[float, float] | None) -> None:
