@@ -8,7 +8,8 @@ Heads are to predict the policy, so the text is best sampled by the policy itsel
 
 that is made once per fingerprint and shared by every run that asks for the same (for example all losses of a
 comparison). Formats that are read as given text: parquet with a column `messages` (chats; the assistant's turns are
-supervised), `text` (all tokens are supervised), or `prompt` with `response`; `prompt` alone is for the policy to answer.
+supervised), `text` (all tokens are supervised), or `prompt` with `response`; `prompt` alone is for the policy to
+answer.
 """
 
 from __future__ import annotations
@@ -61,13 +62,11 @@ class Sampler(Protocol):
     ) -> list[Rollout]: ...
 
 
-def self_distill(
-    engine: Sampler, prompts: Sequence[tuple[Prompt, Sequence[int]]], sampling: Sampling
-) -> list[TextRow]:
+def self_distill(engine: Sampler, prompts: Sequence[tuple[Prompt, Sequence[int]]], sampling: Sampling) -> list[TextRow]:
     """One response of the policy to every prompt.
 
-    prompts: each with its token ids. sampling: as rollouts are sampled; its seed makes every request's own. Responses that
-    the engine aborted and empty ones are left out. Raises ValueError where none is left.
+    prompts: each with its token ids. sampling: as rollouts are sampled; its seed makes every request's own. Responses
+    that the engine aborted and empty ones are left out. Raises ValueError where none is left.
     """
     seeds = None if sampling.seed is None else [sampling.seed + i for i in range(len(prompts))]
     rollouts = engine.generate([list(ids) for _, ids in prompts], sampling, seeds=seeds)
@@ -92,8 +91,8 @@ def text_set(
 ) -> tuple[Path, dict[str, Any]]:
     """The folder of the text set that `parts` describe, made by `make` unless it is already whole, and its text.json.
 
-    make: -> {"train": rows, "heldout": rows}. It is written beside its place and moved there, so that a killed run leaves
-    nothing that looks finished.
+    make: -> {"train": rows, "heldout": rows}. They are written beside their place and moved there, so that a killed run
+    leaves nothing that looks finished.
     """
     folder = root / fingerprint(parts)
     if (folder / META).exists():
@@ -134,8 +133,14 @@ def _write(path: Path, rows: Sequence[TextRow]) -> None:
 
     ids = pa.list_(pa.int32())
     schema = pa.schema(
-        [("prompt_id", pa.string()), ("task", pa.string()), ("prompt_ids", ids), ("response_ids", ids)]
-        + [("response_mask", pa.list_(pa.int8())), ("logprobs", pa.list_(pa.float32()))]
+        [
+            ("prompt_id", pa.string()),
+            ("task", pa.string()),
+            ("prompt_ids", ids),
+            ("response_ids", ids),
+            ("response_mask", pa.list_(pa.int8())),
+            ("logprobs", pa.list_(pa.float32())),
+        ]
     )
     parquet.write_table(pa.Table.from_pylist([asdict(row) for row in rows], schema=schema), path)
 
@@ -173,9 +178,9 @@ def require_supervision(rows: Sequence[TextRow], source: str) -> None:
     """Raise ValueError where no token of the whole set is supervised: then the chat template is wrong, not a row."""
     if not any(any(row.response_mask) for row in rows):
         raise ValueError(
-            f"{source}: 0 supervised tokens in {len(rows)} sequences; the tokenizer's chat template renders no assistant "
-            "turn that continues its prompt: check chat_template in the policy's tokenizer_config.json, or give the text "
-            "in a column `text`"
+            f"{source}: 0 supervised tokens in {len(rows)} sequences; the tokenizer's chat template renders no "
+            "assistant turn that continues its prompt: check chat_template in the policy's tokenizer files, or give "
+            "the text in a column `text`"
         )
 
 

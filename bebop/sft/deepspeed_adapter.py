@@ -93,9 +93,10 @@ class Trainer:
             torch.distributed.all_reduce(mean)
         return mean
 
-    def grad_norm(self) -> float:
-        """Gradient norm of the last step, before the clip."""
-        return float(self.engine.get_global_grad_norm())
+    def grad_norm(self) -> float | None:
+        """Gradient norm of the last step, before the clip; None under ZeRO-0, where DeepSpeed does not keep it."""
+        norm = self.engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Whole parameters by name, on the CPU, on every rank (a collective under ZeRO-3)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -40,7 +40,7 @@ def epoch_order(num_sequences: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(num_sequences, generator=generator).tolist()
 
 
-class BatchStream:
+class BatchStream(Generic[Batch]):
     """The endless row of packed micro-batches: every epoch shuffles, packs, and follows on the one before.
 
     Micro-batch m of the row depends on (sequences, seed, m) alone. Optimizer step s reads micro-batches
@@ -58,6 +58,10 @@ class BatchStream:
 
     def _make_epoch(self, epoch: int) -> list[Batch]:
         return self._pack(epoch_order(self._num_sequences, self._seed, epoch))
+
+    def epoch_length(self, epoch: int) -> int:
+        """Micro-batches of an epoch."""
+        return len(self._epoch(epoch))
 
     def micro_batch(self, index: int) -> Batch:
         """Micro-batch `index` of the row."""

@@ -1,0 +1,52 @@
+"""A text set as training sees it: the endless row of batches, the held-out ones, and the range of their entropies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from bebop.backbone import Backbone
+from bebop.data.distill import read_rows
+from bebop.sft.batches import HiddenStates, IndexedBatch, TrainBatch, pack_rows, trainable
+from bebop.sft.schedule import BatchStream
+from bebop.sft.scoring import sequence_entropies
+
+ENTROPY_SEQUENCES = 512  # training sequences that the recorded range of entropies takes in, beside all held-out ones
+
+
+class TextData:
+    """train: micro-batches for any step; heldout: batches to score on. Hidden states come with them."""
+
+    def __init__(self, text_dir: Path, backbone: Backbone, *, depth: int, batch_tokens: int, seed: int) -> None:
+        train = trainable(read_rows(text_dir / "train.parquet"), depth, "training text")
+        heldout = trainable(read_rows(text_dir / "heldout.parquet"), depth, "held-out text")
+        self.num_sequences = len(train)
+        self.num_tokens = sum(len(row.input_ids) for row in train)
+        self.stream: BatchStream[IndexedBatch] = BatchStream(
+            len(train), seed, lambda order: pack_rows(train, order, batch_tokens, depth)
+        )
+        self.hidden = HiddenStates(backbone, train, batch_tokens, name="training text")
+        self._heldout_hidden = HiddenStates(backbone, heldout, batch_tokens, name="held-out text")
+        self._heldout = pack_rows(heldout, range(len(heldout)), batch_tokens, depth)
+        self._first = pack_rows(train, range(min(ENTROPY_SEQUENCES, len(train))), batch_tokens, depth)
+        self._lm_head = backbone.lm_head_weight
+
+    def heldout(self) -> Iterator[TrainBatch]:
+        for batch in self._heldout:
+            yield self._heldout_hidden.batch(batch)
+
+    def entropy(self, temperature: float) -> dict[str, float | list[float]]:
+        """Target entropies of the text in nats: mean over held-out sequences, least and greatest mean of a sequence."""
+        heldout = list(self._entropies(self._heldout_hidden, self._heldout, temperature))
+        every = heldout + list(self._entropies(self.hidden, self._first, temperature))
+        return {"entropy_nats": sum(heldout) / len(heldout), "entropy_range": [min(every), max(every)]}
+
+    def _entropies(self, hidden: HiddenStates, batches: list[IndexedBatch], temperature: float) -> list[float]:
+        pairs: Iterator[tuple[TrainBatch, Tensor]] = ((hidden.batch(b), b.packed.loss_mask) for b in batches)
+        return sequence_entropies(pairs, self._lm_head.float(), temperature=temperature)
+
+    def epoch_steps(self, grad_accum: int, processes: int) -> float:
+        """Optimizer steps that one pass over the text takes, about."""
+        return self.stream.epoch_length(0) / (grad_accum * processes)

@@ -1,0 +1,59 @@
+"""From trained heads to the run's policy directory, with what made them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bebop.data.distill import META
+from bebop.monitor.store import package_versions, read_json
+from bebop.mtp import HEAD_PREFIX, checkpoint_checksums, write_checkpoint
+from bebop.sft.deepspeed_adapter import write_json
+from bebop.sft.job import Job
+from bebop.sft.run import CHECKPOINT, RESULT
+from bebop.sft.scoring import Acceptance
+
+
+def export(job: Job, tensors: Mapping[str, Tensor], scored: Acceptance, facts: Mapping[str, Any]) -> None:
+    """Write run_dir/checkpoint, the policy with `tensors` as its heads, in the policy's dtype, and sft_result.json.
+
+    tensors: the trained head's parameters by name. The result file comes last: with it the training counts as finished.
+    """
+    config, text = job.config, read_json(job.text_dir / META)
+    dtype = getattr(torch, config.model.dtype)
+    heads = {f"{HEAD_PREFIX}0.{name}": tensor.to(dtype) for name, tensor in tensors.items()}
+    provenance = {
+        "made_by": "bebop.sft",
+        "versions": package_versions(),
+        "policy": str(job.policy_dir),
+        "mtp_depth": config.sft.depth,
+        "loss": config.loss.name,
+        "loss_warmup": config.loss.warmup,
+        "steps": config.sft.steps,
+        "seed": config.seed,
+        "data": {key: text[key] for key in ("fingerprint", "sampled_by_policy", "num_train", "num_heldout")},
+        "temperature": scored.temperature,
+        "alpha": scored.alpha,
+        "conditional": scored.conditional,
+        "acceptance_length": scored.acceptance_length,
+        "acceptance_length_se": scored.acceptance_length_se,
+        "acceptance_length_target_only": scored.acceptance_length_target_only,
+        **facts,
+        "config": config.model_dump(mode="json"),
+    }
+    checkpoint = job.run_dir / CHECKPOINT
+    write_checkpoint(job.policy_dir, checkpoint, heads, provenance)
+    checksums = checkpoint_checksums(checkpoint)
+    short = {key: value for key, value in provenance.items() if key not in ("config", "versions")}
+    write_json(
+        job.run_dir / RESULT,
+        {
+            **short,
+            "checkpoint": str(checkpoint),
+            "heads_checksum": checksums.heads,
+            "backbone_checksum": checksums.backbone,
+        },
+    )

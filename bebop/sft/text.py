@@ -1,0 +1,100 @@
+"""The text set of a run: sampled by the policy through the rollout engine, or read from the file that is given."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bebop.config import Data, SftConfig
+from bebop.data import encode_prompt, load_tokenizer, make_prompts
+from bebop.data.distill import TextRow, load_parquet, require_supervision, self_distill, text_set
+from bebop.mtp import checkpoint_checksums
+from bebop.records import Prompt, Sampling
+
+log = logging.getLogger(__name__)
+
+
+def prepare_text(config: SftConfig, policy_dir: Path, home: Path) -> tuple[Path, dict[str, Any]]:
+    """Folder of the run's text set (shared through `home`) and its text.json; samples it where it is not there yet.
+
+    What makes the text goes into the fingerprint, and nothing else: loss, depth and training keys do not.
+    """
+    data = config.data
+    parts: dict[str, Any] = {
+        "policy": checkpoint_checksums(policy_dir).backbone,
+        "data": data.model_dump(mode="json"),
+        "temperature": config.rollout.temperature,
+        "top_p": config.rollout.top_p,
+        "top_k": config.rollout.top_k,
+        "dtype": config.model.dtype,
+        "seed": config.seed,
+    }
+    if data.path is not None:
+        stat = data.path.stat()
+        parts["file"] = {"size": stat.st_size, "mtime": stat.st_mtime}
+    return text_set(home / "text", parts, lambda: _make(config, policy_dir))
+
+
+def _make(config: SftConfig, policy_dir: Path) -> dict[str, list[TextRow]]:
+    data = config.data
+    tokenizer = load_tokenizer(policy_dir)
+    sets: Mapping[str, Sequence[Prompt] | Sequence[TextRow]]
+    if data.path is None:
+        sets = {
+            "train": make_prompts(data.tasks, data.num_prompts, config.seed, "train"),
+            "heldout": make_prompts(data.tasks, data.num_heldout, config.seed, "heldout"),
+        }
+    else:
+        sets = _split(load_parquet(data.path, tokenizer, max_tokens=config.rollout.max_model_len), data)
+    if isinstance(sets["train"][0], Prompt):
+        sets = _sample(sets, config, policy_dir, tokenizer)
+    for name, rows in sets.items():
+        require_supervision(rows, f"{data.path or 'self-distillation'} ({name})")
+    return {name: list(rows) for name, rows in sets.items()}
+
+
+def _split(rows: list[TextRow] | list[Prompt], data: Data) -> dict[str, list[Any]]:
+    if len(rows) <= data.num_heldout:
+        raise ValueError(
+            f"data.path={data.path}: {len(rows)} rows, and data.num_heldout={data.num_heldout} are set aside for "
+            "scoring; give more rows or lower data.num_heldout"
+        )
+    return {"heldout": rows[: data.num_heldout], "train": rows[data.num_heldout :][: data.num_prompts]}
+
+
+def _sample(
+    sets: Mapping[str, Sequence[Prompt]], config: SftConfig, policy_dir: Path, tokenizer: Any
+) -> dict[str, list[TextRow]]:
+    from bebop.engines import make_engine
+
+    encoded = {name: encode_prompts(prompts, config.data, tokenizer) for name, prompts in sets.items()}
+    # One pass for all sets, so that the engine stays full; without speculation, as the heads are yet to be trained.
+    rollout = config.rollout.model_copy(update={"speculation": "none"})
+    sampling = Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=config.data.max_response_tokens,
+        seed=config.seed,
+    )
+    log.info("text: the policy answers %d prompts", sum(len(prompts) for prompts in encoded.values()))
+    with make_engine(rollout, policy_dir, seed=config.seed, dtype=config.model.dtype) as engine:
+        rows = self_distill(engine, [pair for prompts in encoded.values() for pair in prompts], sampling)
+    names = {prompt.prompt_id: name for name, prompts in encoded.items() for prompt, _ in prompts}
+    return {name: [row for row in rows if names[row.prompt_id] == name] for name in encoded}
+
+
+def encode_prompts(prompts: Sequence[Prompt], data: Data, tokenizer: Any) -> list[tuple[Prompt, list[int]]]:
+    """Prompts with their token ids; those longer than data.max_prompt_tokens are left out. Raises where all are."""
+    encoded = [(prompt, encode_prompt(tokenizer, prompt)) for prompt in prompts]
+    short = [(prompt, ids) for prompt, ids in encoded if len(ids) <= data.max_prompt_tokens]
+    if len(short) < len(encoded):
+        log.info("text: %d prompts are longer than data.max_prompt_tokens and left out", len(encoded) - len(short))
+    if not short:
+        raise ValueError(
+            f"data.max_prompt_tokens={data.max_prompt_tokens}: all {len(encoded)} prompts are longer, the shortest has "
+            f"{min(len(ids) for _, ids in encoded)} tokens; raise it"
+        )
+    return short

@@ -1,0 +1,161 @@
+"""The training loop: steps, scores on held-out text, checkpoints, and the policy directory at its end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from bebop.backbone import load_backbone
+from bebop.data.distill import fingerprint
+from bebop.mtp import checkpoint_checksums, init_heads, load_heads
+from bebop.sft.dataset import TextData
+from bebop.sft.deepspeed_adapter import Trainer, deepspeed_config
+from bebop.sft.export import export
+from bebop.sft.job import Job
+from bebop.sft.objective import HeadObjective
+from bebop.sft.schedule import loss_at, lr_at, mine
+from bebop.sft.scoring import Acceptance, score
+from bebop.sft.sinks import Sinks
+
+log = logging.getLogger(__name__)
+STATE = "sft_state"
+
+
+class Training:
+    """One process's part in training the heads of a job; rank 0 writes."""
+
+    def __init__(self, job: Job, device: str) -> None:
+        config = job.config
+        self.job, self.sft, self.loss = job, config.sft, config.loss
+        backbone = load_backbone(job.policy_dir, dtype=getattr(torch, config.model.dtype), device=device)
+        self.frozen = (backbone.embed_weight.float(), backbone.lm_head_weight.float())
+        head = load_heads(job.policy_dir)
+        if head is None:
+            head = init_heads(job.policy_dir, how=config.model.mtp_init, seed=config.seed)
+        self.objective = HeadObjective(head.float().to(device).train(), *self.frozen, self.sft.depth, self.loss)
+        self.trainer = Trainer(self.objective, _deepspeed(job))
+        self.data = TextData(
+            job.text_dir, backbone, depth=self.sft.depth, batch_tokens=self.sft.batch_tokens, seed=config.seed
+        )
+        self.sinks = Sinks(job, write=self.trainer.rank == 0)
+
+    def run(self) -> None:
+        trainer, steps = self.trainer, self.sft.steps
+        state = self._start()
+        first, began = state["step"], time.monotonic()
+        scored: Acceptance | None = None
+        bar = tqdm(
+            range(first, steps), desc=f"sft {self.loss.name}", initial=first, total=steps, disable=trainer.rank != 0
+        )
+        for step in bar:
+            record, done = self._step(step), step + 1
+            self.sinks.write("sft", done, record)
+            length = f" AL {scored.acceptance_length:.2f}" if scored else ""
+            bar.set_postfix_str(f"loss {record['loss']:.3f}{length}")
+            if done % self.sft.eval_every == 0 or done == steps:
+                scored = self._score(done)
+            if done % self.sft.save_every == 0 or done == steps:
+                trainer.save(self.job.run_dir / STATE, done, {**state, "step": done})
+        scored = scored or self._score(steps)
+        tensors = {name.removeprefix("head."): tensor for name, tensor in trainer.parameters().items()}
+        if trainer.rank == 0:
+            facts = {
+                "acceptance_length_before": state["acceptance_length_before"],
+                **self.data.entropy(self.loss.temperature),
+                "num_sequences": self.data.num_sequences,
+                "num_tokens": self.data.num_tokens,
+                "train_loop_s": round(time.monotonic() - began, 2),
+            }
+            export(self.job, tensors, scored, facts)
+        self.sinks.close()
+        trainer.close()
+
+    def _start(self) -> dict[str, Any]:
+        """State of the last checkpoint, or of a fresh start."""
+        identity = _identity(self.job)
+        state = self.trainer.restore(self.job.run_dir / STATE)
+        if state is None:
+            return {
+                "identity": identity,
+                "step": 0,
+                "acceptance_length_before": self._score(0).acceptance_length,
+            }
+        if state["identity"] != identity:
+            raise ValueError(
+                f"run_dir={self.job.run_dir}: its checkpoint was trained from another policy, text or config; "
+                "choose another run_dir"
+            )
+        log.info("sft: goes on after step %d of %d", state["step"], self.sft.steps)
+        return {key: state[key] for key in ("identity", "step", "acceptance_length_before")}
+
+    def _step(self, step: int) -> dict[str, Any]:
+        """One optimizer step (0-based), and its record."""
+        began = time.monotonic()
+        trainer, sft = self.trainer, self.sft
+        self.objective.loss_name = loss_at(step, sft.steps, self.loss)
+        lr = lr_at(step, sft)
+        batches = self.data.stream.step(step, sft.grad_accum, trainer.world_size)
+        own = mine(batches, trainer.rank, trainer.world_size)
+        total = sum(batch.num_anchors for batch in batches)
+        mean = trainer.step(
+            [self.data.hidden.batch(batch) for batch in own], [batch.num_anchors for batch in own], total, lr
+        )
+        loss, *alpha = mean.tolist()
+        if not math.isfinite(loss):
+            raise ValueError(f"step {step + 1}: the loss is {loss}, expected a finite number; lower sft.lr")
+        return {
+            "loss": loss,
+            "loss_name": self.objective.loss_name,
+            "alpha": alpha,  # [K] mean overlap over the step's anchors, at loss.temperature
+            "temperature": self.loss.temperature,
+            "lr": lr,
+            "grad_norm": trainer.grad_norm(),
+            "num_anchors": total,
+            "num_tokens": sum(batch.packed.input_ids.numel() for batch in batches),
+            "step_s": time.monotonic() - began,
+        }
+
+    def _score(self, done: int) -> Acceptance:
+        """Scored acceptance on held-out text after `done` steps, on every rank."""
+        with self.trainer.gathered():
+            scored = score(
+                self.objective.head,
+                self.data.heldout(),
+                *self.frozen,
+                depth=self.sft.depth,
+                temperature=self.loss.temperature,
+            )
+        self.sinks.write("sft_eval", done, scored.as_dict())
+        return scored
+
+
+def _deepspeed(job: Job) -> dict[str, Any]:
+    sft = job.config.sft
+    return deepspeed_config(
+        zero_stage=sft.zero_stage,
+        grad_accum=sft.grad_accum,
+        grad_clip=sft.grad_clip,
+        lr=sft.lr,
+        weight_decay=sft.weight_decay,
+    )
+
+
+def _identity(job: Job) -> str:
+    """Stands for everything that the trained heads depend on."""
+    checksums = checkpoint_checksums(job.policy_dir)
+    config = job.config.model_dump(mode="json", include={"model": {"dtype", "mtp_init"}, "loss": True, "sft": True})
+    for key in ("eval_every", "save_every"):
+        del config["sft"][key]
+    return fingerprint(
+        {
+            "policy": [checksums.backbone, checksums.heads],
+            "text": job.text_dir.name,
+            "seed": job.config.seed,
+            "config": config,
+        }
+    )
