@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,17 +17,23 @@ LENGTH = 3  # tokens of the joint
 HEAD_PREFIX = "model.mtp_layers."
 
 
-def conditionals(policy_dir: Path, prompt: Sequence[int], temperature: float) -> list[Tensor]:
-    """[V], [V, V], [V, V, V] float64: of token 1, of token 2 after each first, of token 3 after each pair.
-
-    From the checkpoint's own logits, by transformers, in float64.
-    """
+def load_policy(policy_dir: Path) -> Any:
+    """The policy as transformers computes it, in float64, its heads left out."""
     from safetensors.torch import load_file
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     model = Qwen2ForCausalLM(Qwen2Config.from_pretrained(policy_dir)).double().eval()
     tensors = load_file(Path(policy_dir) / "model.safetensors")
     model.load_state_dict({name: tensor for name, tensor in tensors.items() if not name.startswith(HEAD_PREFIX)})
+    return model
+
+
+def conditionals(policy_dir: Path, prompt: Sequence[int], temperature: float) -> list[Tensor]:
+    """[V], [V, V], [V, V, V] float64: of token 1, of token 2 after each first, of token 3 after each pair.
+
+    From the checkpoint's own logits, by transformers, in float64.
+    """
+    model = load_policy(policy_dir)
     size = model.config.vocab_size
     rows = [[*prompt, *pair] for pair in itertools.product(range(size), repeat=LENGTH - 1)]
     with torch.no_grad():

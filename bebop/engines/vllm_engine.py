@@ -222,6 +222,11 @@ class VllmEngine:
     def counts(self) -> DraftCounts:
         return self._counts
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Process ids of the engine core."""
+        return [process.pid for process in self._processes]
+
     def close(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:

@@ -5,6 +5,7 @@
 | expand_batch  | CPU   | temperatures are cast to int64 for draft tokens: speculation at T != 1 is biased      |
 | plain_weights | CPU   | linears are prepacked and freed: weights cannot be updated in place                   |
 | request_stats | any   | counts moved to CompletionOutput; verl 0.9.1 reads them from RequestOutput.metrics    |
+| seeded_drafts | any   | drafts come from the engine's random stream: a request's seed does not fix its tokens |
 
 vLLM is imported only inside functions: this module is read in every vLLM process, and by tests without it.
 """
@@ -122,6 +123,39 @@ def _apply_request_stats() -> None:
     _replace(RequestState, "_new_request_output", with_stats)
 
 
+def _apply_seeded_drafts() -> None:
+    """Let a request that has a seed draw its drafts from its own generator, as it does everything else.
+
+    vLLM 0.31.0 (`vllm/v1/spec_decode/llm_base_proposer.py`, `compute_probs_and_sample_next_token`: "TODO: Consider
+    seeds") draws all drafts from the global stream. The distribution of a draft stays what it was.
+    """
+    from vllm.v1.spec_decode import llm_base_proposer
+
+    stock = llm_base_proposer.compute_probs_and_sample_next_token
+
+    @functools.wraps(stock)
+    def seeded(logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> tuple:
+        tokens, probs = stock(logits, sampling_metadata, *args, **kwargs)
+        if not sampling_metadata.all_greedy:
+            redraw_seeded(tokens, probs, sampling_metadata.generators, sampling_metadata.temperature)
+        return tokens, probs
+
+    _replace(llm_base_proposer, "compute_probs_and_sample_next_token", seeded)
+
+
+def redraw_seeded(
+    tokens: torch.Tensor, probs: torch.Tensor, generators: dict[int, torch.Generator], temperature: torch.Tensor
+) -> None:
+    """Draw anew, in place, the token of every request that has a generator, from the same distribution.
+
+    tokens: [B] ids; probs: [B, V] draft distributions; temperature: [B], requests at 0 stay greedy.
+    """
+    for row, generator in generators.items():
+        if row < tokens.shape[0] and temperature[row] >= 1e-5:
+            noise = torch.empty_like(probs[row]).exponential_(generator=generator)
+            tokens[row] = (probs[row] / noise).argmax()
+
+
 def stats_of(counted: Any) -> RequestSpecDecodeStats:
     """Counts of vLLM's RequestSpecDecodeMetrics, whose `histogram[j]` says how many drafts had exactly j accepted."""
     histogram = list(counted.histogram)
@@ -137,6 +171,7 @@ PATCHES = (
     Patch("expand_batch", True, lambda: on_cpu(), _apply_expand_batch),
     Patch("plain_weights", False, lambda: on_cpu() and os.environ.get(PLAIN_WEIGHTS_ENV) == "1", _apply_plain_weights),
     Patch("request_stats", False, lambda: True, _apply_request_stats),
+    Patch("seeded_drafts", False, lambda: True, _apply_seeded_drafts),
 )
 _status: dict[str, str] = {}
 

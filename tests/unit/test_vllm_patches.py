@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bebop.engines import vllm_patches
-from bebop.engines.vllm_patches import PatchRefused, expand_batch_to_tokens, stats_of
+from bebop.engines.vllm_patches import PatchRefused, expand_batch_to_tokens, redraw_seeded, stats_of
 
 
 def test_expansion_repeats_each_value_for_its_own_tokens():
@@ -39,6 +39,27 @@ def test_histogram_becomes_counts_per_depth():
     stats = stats_of(counted)
     assert stats.accepted_per_depth == (15, 8, 3)
     assert (stats.num_accepted_tokens, stats.num_verify_steps, stats.num_draft_tokens) == (26, 20, 60)
+
+
+def test_seeded_drafts_depend_on_their_generator_alone_and_follow_the_draft_distribution():
+    probs = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]])
+    warm = torch.ones(2)
+
+    def drawn(seed, num=1):
+        generators, rows = {1: torch.Generator().manual_seed(seed)}, []
+        for _ in range(num):
+            tokens = torch.tensor([-7, -7])
+            redraw_seeded(tokens, probs, generators, warm)
+            rows.append(tokens.tolist())
+        return rows
+
+    assert drawn(3, 20) == drawn(3, 20) != drawn(4, 20)
+    assert {row[0] for row in drawn(3, 20)} == {-7}  # without a generator: left alone
+    share = torch.bincount(torch.tensor([row[1] for row in drawn(5, 20_000)]), minlength=3) / 20_000
+    assert (share - probs[1]).abs().max() < 0.02
+    greedy = torch.tensor([1, 2])
+    redraw_seeded(greedy, probs, {0: torch.Generator()}, torch.tensor([0.0, 1.0]))
+    assert greedy.tolist() == [1, 2]
 
 
 def test_unknown_version_stops_bebop_with_both_versions_named():

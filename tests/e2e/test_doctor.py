@@ -1,0 +1,26 @@
+"""doctor on the installed engine: it passes as shipped, and fails where the fix that it is there to prove is off."""
+
+import json
+
+import pytest
+
+from bebop import doctor
+from bebop.config import Doctor, DoctorConfig
+
+pytestmark = pytest.mark.e2e
+
+
+def test_doctor_passes_on_the_installed_engine(tmp_path, capsys):
+    assert doctor.run(DoctorConfig(doctor=Doctor(num_requests=2000)), tmp_path) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["passed"] and len(summary["checks"]) >= 9
+    printed = capsys.readouterr().out
+    assert "T = 0.7" in printed and "this engine is lossless" in printed
+
+
+def test_doctor_fails_with_the_fixes_off_and_names_the_temperature(tmp_path, capsys):
+    config = DoctorConfig(doctor=Doctor(num_requests=500, temperatures=[0.7], engine_fixes=False))
+    assert doctor.run(config, tmp_path) == 1
+    failed = json.loads((tmp_path / "summary.json").read_text())["failed"]
+    assert any("T = 0.7" in check for check in failed)
+    assert "FAIL  engine, T = 0.7" in capsys.readouterr().out
