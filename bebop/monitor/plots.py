@@ -236,7 +236,7 @@ def _figure(rows: int, height: float = HEIGHT, **options: Any) -> tuple[Figure, 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     panels = figure.subplots(rows, 1, squeeze=False, **options)[:, 0]
     for axes in panels:
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=rows > 1))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
     return figure, list(panels)
 
 

@@ -67,7 +67,9 @@ def _rl_part(run_dir: Path, state: MonitorState) -> list[str]:
         _cards(summary),
         page.decision_box(summary["decision"], summary["decision_reason"], summary["decision_update"]),
     ]
-    body.append(page.details("The decision's evidence", page.key_values(plain(summary["decision_evidence"]))))
+    evidence = dict(summary["decision_evidence"])
+    evidence |= evidence.pop("counts", {})
+    body.append(page.details("The decision's evidence", page.key_values(plain(evidence))))
     how = _how(summary)
     figures = [
         (
@@ -95,8 +97,8 @@ def _rl_part(run_dir: Path, state: MonitorState) -> list[str]:
             "Entropy or mismatch",
             "decomposition",
             (parts,),
-            "Change of the acceptance length against the early line at the first step's entropy. By entropy: early slope "
-            "times the change of entropy. Mismatch: the rest, a regression residual; negative where the heads fit the "
+            "Change of the acceptance length against the early line at the first step's entropy. By entropy: early "
+            "slope times the change of entropy. Mismatch: the rest, a regression residual; negative where the heads fit the "
             f"policy worse than its entropy explains. {BAND} They carry the slope's own uncertainty.",
         ),
     ]
@@ -117,25 +119,22 @@ def _how(summary: dict[str, Any]) -> str:
 
 
 def _cards(summary: dict[str, Any]) -> str:
-    def interval() -> str:
-        if summary["slope"] is None:
-            return "undetermined"
-        return f"{summary['slope']:+.2f} [{summary['slope_low']:+.2f}, {summary['slope_high']:+.2f}]"
-
+    slope = "undetermined"
+    about_slope = summary["slope_reason"]
+    if summary["slope"] is not None:
+        slope = f"{summary['slope']:+.2f} [{summary['slope_low']:+.2f}, {summary['slope_high']:+.2f}]"
+        about_slope = f"Relative to the mean acceptance length: {text(summary['slope_relative'], 2)} per nat."
     steps = summary["acceptance_length_steps"]
-    relative = summary["slope_relative"]
-    window = summary["reward_window"]
-    about_slope = summary["slope_reason"] or f"Relative to the mean acceptance length: {text(relative, 2)} per nat."
+    over = f"Tokens per target forward, pooled over steps {steps[0]} to {steps[1]}. " if steps else ""
+    reward = f"Mean over the first and the last {summary['reward_window']} steps; {meaning_of('reward_mean').lower()}"
+    how_slope = f"Acceptance length over target entropy, {summary['slope_steps']} steps, 95 % Newey-West. {about_slope}"
     return page.cards(
         [
-            ("Mean reward", f"{text(summary['reward_first'])} → {text(summary['reward_last'])}",
-             f"Mean over the first and the last {window} steps; {meaning_of('reward_mean').lower()}"),
-            ("Acceptance length", text(summary["acceptance_length"], 2),
-             (f"Tokens per target forward, counts of steps {steps[0]} to {steps[1]}. " if steps else "") + _how(summary)),
-            ("Slope per nat", interval(),
-             f"Acceptance length over target entropy, {summary['slope_steps']} steps, 95 % Newey-West. {about_slope}"),
+            ("Mean reward", f"{text(summary['reward_first'])} → {text(summary['reward_last'])}", reward),
+            ("Acceptance length", text(summary["acceptance_length"], 2), over + _how(summary)),
+            ("Slope per nat", slope, how_slope),
         ]
-    )  # fmt: skip
+    )
 
 
 def _counts_part(steps: Sequence[Any]) -> list[str]:
@@ -179,14 +178,14 @@ def _heads_part(run_dir: Path, records: Sequence[dict[str, Any]]) -> list[str]:
     evals = [record for record in records if record["kind"] == "sft_eval"]
     if not train and not evals:
         return []
-    losses = sorted({str(record["loss_name"]) for record in train if "loss_name" in record})
+    losses = list(dict.fromkeys(str(record["loss_name"]) for record in train if "loss_name" in record))
     temperatures = sorted({record["temperature"] for record in [*train, *evals] if "temperature" in record})
     caption = (
         (f"Loss: {', then '.join(losses)}. " if losses else "")
         + "Overlap at depth j: mean of sum min(p, q) over anchors, each depth for itself, "
         + ("on held-out text. " if evals else "on the training batch. ")
-        + "Scored acceptance length: expected tokens per target forward under rejection sampling, heads re-run on "
-        + "held-out text that the policy sampled; bars are 95 % intervals. "
+        + "Scored acceptance length: expected tokens per target forward under rejection sampling, heads re-run "
+        + "on held-out text that the policy sampled; bars are 95 % intervals. "
         + (f"Temperature {', '.join(f'{t:g}' for t in temperatures)}." if temperatures else "")
     )
     body = _figure(run_dir, "Training of the heads", "sft_curves", (train, evals), caption)
