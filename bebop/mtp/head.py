@@ -2,11 +2,16 @@
 
 Depth k at anchor t, as vLLM 0.31 drafts (model_executor/models/mimo_mtp.py, v1/spec_decode/llm_base_proposer.py):
   input      x = input_proj(cat[hidden_layernorm(h), token_layernorm(e)])
-             h: depth 1 the backbone's hidden state at t, after its final norm; later depths the head's own output of
-             depth k-1, after final_layernorm. e: embedding of token t+k, zero where the rotary position is 0
+             h: depth 1 the backbone's hidden state at t *before* its final norm (mimo.py norms in compute_logits);
+             later depths the head's own output of depth k-1, after final_layernorm.
+             e: embedding of token t+k, zero where the rotary position is 0
   position   t + k - 1: depth 1 sits on its anchor, each further depth one on
   attention  over depth-1 keys of positions <= t and the chain's own keys of depths 2..k, see bebop.mtp.attention
   output     final_layernorm(x), from which the backbone's lm_head reads the logits for token t+k+1
+
+Hidden states come to the head after the final norm, since the target logits are read from them and one copy per token
+is enough. Dividing by that norm's weight gives the state before it up to a scale per token, and hidden_layernorm
+forgets scales: the head's input is the engine's.
 
 Shapes: T packed tokens, D width, K depths, V vocabulary.
 """
@@ -52,11 +57,19 @@ class MtpAttention(nn.Module):
 class MtpHead(nn.Module):
     """One MiMo MTP layer. Parameter names are the checkpoint's, without the prefix `model.mtp_layers.0.`."""
 
-    def __init__(self, config: PretrainedConfig) -> None:
+    backbone_norm: Tensor  # [D] weight of the backbone's final norm, which the head's first input is taken out of
+
+    def __init__(self, config: PretrainedConfig, backbone_norm: Tensor) -> None:
         super().__init__()
         if getattr(config, "use_sliding_window", False):
             raise ValueError("config.use_sliding_window=true: the head attends to all positions; expected false")
+        if backbone_norm.shape != (config.hidden_size,) or bool((backbone_norm == 0).any()):
+            raise ValueError(
+                f"backbone_norm: {list(backbone_norm.shape)} with {int((backbone_norm == 0).sum())} zeros, "
+                f"expected [{config.hidden_size}] without a zero"
+            )
         self.config = config
+        self.register_buffer("backbone_norm", backbone_norm.detach().clone(), persistent=False)
         width, eps = config.hidden_size, config.rms_norm_eps
         self.token_layernorm = nn.RMSNorm(width, eps)
         self.hidden_layernorm = nn.RMSNorm(width, eps)
@@ -80,7 +93,8 @@ class MtpHead(nn.Module):
     ) -> Tensor:
         """See `draft_hidden`."""
         documents = Documents.of(cu_seqlens)
-        state = hidden.detach()
+        state = hidden.detach() / self.backbone_norm
+        state = state.to(self.input_proj.weight.dtype)
         embed_weight = embed_weight.detach()
         positions = torch.arange(len(input_ids), device=input_ids.device)
         keys = values = None

@@ -12,6 +12,8 @@ from transformers import AutoConfig
 from bebop.mtp.checkpoint import Tensors, claimed_layers, read_config
 from bebop.mtp.head import HEAD_PREFIX, LAYER_PREFIX, MtpHead
 
+FINAL_NORM = "model.norm.weight"
+
 
 def load_heads(path: Path) -> MtpHead | None:
     """The head of a policy directory in the checkpoint's dtype, or None where it has none.
@@ -28,7 +30,7 @@ def load_heads(path: Path) -> MtpHead | None:
         return None
     if not claimed:
         raise ValueError(f"{path}: MTP tensors without a claim; set num_nextn_predict_layers=1 in config.json")
-    head = MtpHead(AutoConfig.from_pretrained(path))
+    head = MtpHead(AutoConfig.from_pretrained(path), tensors[FINAL_NORM])
     expected = head.state_dict()
     missing, unexpected = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or unexpected:
@@ -51,7 +53,7 @@ def init_heads(policy_dir: Path, how: Literal["last_layer", "random"] = "last_la
     config = AutoConfig.from_pretrained(policy_dir)
     tensors = Tensors(policy_dir)
     last = f"model.layers.{config.num_hidden_layers - 1}."
-    head = MtpHead(config)
+    head = MtpHead(config, tensors[FINAL_NORM])
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -61,14 +63,14 @@ def init_heads(policy_dir: Path, how: Literal["last_layer", "random"] = "last_la
                 parameter.normal_(0, config.initializer_range, generator=generator)
         if how == "last_layer":
             for name, parameter in head.named_parameters():
-                source = "model.norm.weight" if name == "final_layernorm.weight" else last + name
+                source = FINAL_NORM if name == "final_layernorm.weight" else last + name
                 if source in tensors:
                     parameter.copy_(tensors[source])
             half = torch.eye(config.hidden_size) / 2
             head.input_proj.weight.copy_(torch.cat([half, half], 1))
         elif how != "random":
             raise ValueError(f"how={how!r}: expected last_layer or random; set model.mtp_init")
-    return head.to(tensors["model.norm.weight"].dtype)
+    return head.to(tensors[FINAL_NORM].dtype)
 
 
 def _fill(head: MtpHead, values: dict[str, Tensor]) -> None:
