@@ -55,6 +55,12 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"bebop: error: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        # An error class of bebop's own carries one line for the user; any other is a fault and keeps its traceback.
+        if not type(error).__module__.startswith("bebop."):
+            raise
+        print(f"bebop: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("bebop: stopped; the same command with the same run_dir goes on", file=sys.stderr)
         return 130
@@ -87,7 +93,7 @@ def _yaml(values: dict[str, Any]) -> str:
 
 
 def _run(command: str, config: Run) -> int:
-    from bebop.monitor import write_run_json
+    from bebop.monitor import LoggerError, check_wandb, write_run_json
 
     if command == "report":
         run_dir = Path(config.run)
@@ -95,6 +101,11 @@ def _run(command: str, config: Run) -> int:
             raise ConfigError(f"run={run_dir}: no metrics.jsonl there; give the folder of a run")
         print(importlib.import_module(STAGES[command]).write_report(run_dir))
         return 0
+    if "logger" in type(config).model_fields:
+        try:
+            check_wandb(config.logger.wandb)
+        except LoggerError as error:
+            raise ConfigError(str(error)) from None
     run_dir = Path(config.run_dir or Path("runs") / command / time.strftime("%Y%m%d-%H%M%S")).resolve()
     values = config.model_dump(mode="json")
     _refuse_another_run(run_dir, command, values)
