@@ -22,6 +22,7 @@ h1 { font-size: 1.7rem; margin: 0 0 .2rem; } h2 { font-size: 1.2rem; margin: 2.6
 .card small { display: block; font-size: .8rem; line-height: 1.4; margin-top: .3rem; }
 .decision { border-left: .35rem solid #7b8794; background: #f5f7fa; padding: .9rem 1.2rem; margin: 1.6rem 0; }
 .decision.yes { border-color: #d55e00; } .decision.no { border-color: #009e73; }
+.decision.alarm { border-color: #b00020; background: #fdecee; }
 .decision b { font-size: 1.1rem; }
 figure { margin: 1rem 0 0; } figure img { width: 100%; max-width: 46rem; display: block; }
 figcaption { font-size: .88rem; max-width: 46rem; margin-top: .4rem; }
@@ -66,6 +67,10 @@ def decision_box(word: str, reason: str, update: bool | None) -> str:
         f'<div class="decision {css}"><b>Update the heads online? {escape(word[:1].upper() + word[1:])}.</b><br>'
         f"{escape(reason[:1].upper() + reason[1:])}.</div>"
     )
+
+
+def alarm_box(words: str) -> str:
+    return f'<div class="decision alarm"><b>Alarm.</b> {escape(words[:1].upper() + words[1:])}.</div>'
 
 
 def figure(png: Path, caption: str) -> str:

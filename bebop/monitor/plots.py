@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from bebop.monitor.decomposition import Decomposition, current, slope_of, split_by_definition
 from bebop.monitor.definitions import label_of
+from bebop.monitor.slope import Slope
 from bebop.records import StepRecord
 
 BLUE, RED, GREEN, ORANGE, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9"
@@ -62,30 +63,21 @@ def acceptance_over_entropy(steps: Sequence[StepRecord], entropy_range: tuple[fl
     if not groups:
         return None
     figure, (axes,) = _figure(1)
-    newest = list(groups)[-1]
-    for colour, (definition, group) in zip(_cycle(len(groups)), groups.items(), strict=True):
+    *earlier, newest = groups
+    for definition, colour in [*zip(earlier, _cycle(len(earlier), without=RED), strict=True), (newest, RED)]:
+        group = groups[definition]
         h = np.array([step.entropy_nats for step in group])
         al = np.array([step.acceptance_length for step in group])
-        name = str(definition)
         if definition == newest:
-            shown = axes.scatter(
-                h, al, c=[step.step for step in group], cmap="viridis_r", s=34, zorder=3, edgecolor="white"
-            )
+            steps_of_points = [step.step for step in group]
+            shown = axes.scatter(h, al, c=steps_of_points, cmap="viridis_r", s=34, zorder=3, edgecolor="white")
             bar = figure.colorbar(shown, ax=axes, pad=0.02, aspect=30)
             bar.set_label("RL step")
+            bar.locator = MaxNLocator(nbins=6, integer=True)
             bar.outline.set_visible(False)
-            colour = RED
         else:
-            axes.scatter(h, al, color=colour, s=22, alpha=0.6, label=name)
-        slope = slope_of(group)
-        if slope.status == "ok":
-            grid = np.linspace(h.min(), h.max(), 60)
-            value, low, high = np.array([slope.line(float(x)) for x in grid]).T
-            axes.fill_between(grid, low, high, color=colour, alpha=0.15, linewidth=0)
-            line = f"{name}: {slope.slope:+.2f} [{slope.low:+.2f}, {slope.high:+.2f}] per nat, n = {slope.n}"
-            axes.plot(grid, value, color=colour, label=line)
-        elif definition == newest:
-            axes.plot([], [], color=colour, label=f"{name}: slope undetermined, {slope.reason}")
+            axes.scatter(h, al, color=colour, s=22, alpha=0.6)
+        _line(axes, str(definition), slope_of(group), h, colour)
     if entropy_range:
         left, right = axes.get_xlim()
         for edge in entropy_range:
@@ -94,9 +86,9 @@ def acceptance_over_entropy(steps: Sequence[StepRecord], entropy_range: tuple[fl
                 axes.annotate(
                     " edge of the pre-RL data", (edge, 0.02), xycoords=("data", "axes fraction"), color=GREY, fontsize=8
                 )
-    axes.set(xlabel=label_of("entropy_nats"), ylabel=label_of("acceptance_length"))
+    axes.set(xlabel=label_of("entropy_nats"), ylabel=label_of("acceptance_length").replace(" [", "\n["))
     axes.set_title("Acceptance length against target entropy")
-    _legend_below(axes)
+    _legend_below(figure)
     return figure
 
 
@@ -150,7 +142,7 @@ def conditional_acceptance(steps: Sequence[StepRecord]) -> Figure | None:
         axes.plot(x, share, color=colour, marker="o", markersize=3, label=f"depth {j + 1}")
     axes.set(xlabel="RL step", ylabel="conditional acceptance")
     axes.set_title("Accepted at each depth, given all before it")
-    _legend_below(axes)
+    _legend_below(figure)
     return figure
 
 
@@ -187,7 +179,7 @@ def decomposition(parts: Decomposition) -> Figure | None:
         )
     axes.set(xlabel="RL step", ylabel="change of acceptance length\n[tokens per target forward]")
     axes.set_title("Where the change comes from")
-    _legend_below(axes)
+    _legend_below(figure)
     return figure
 
 
@@ -240,12 +232,23 @@ def _figure(rows: int, height: float = HEIGHT, **options: Any) -> tuple[Figure, 
     return figure, list(panels)
 
 
-def _legend_below(axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
+def _line(axes: Axes, name: str, slope: Slope, entropy: np.ndarray, colour: str) -> None:
+    """The fitted line with its band over the observed entropies, or the reason why there is none, in the legend."""
+    if slope.status != "ok":
+        axes.plot([], [], color=colour, label=f"{name}: slope undetermined, {slope.reason}")
+        return
+    grid = np.linspace(entropy.min(), entropy.max(), 60)
+    value, low, high = np.array([slope.line(float(x)) for x in grid]).T
+    axes.fill_between(grid, low, high, color=colour, alpha=0.15, linewidth=0)
+    label = f"{name}: {slope.slope:+.2f} [{slope.low:+.2f}, {slope.high:+.2f}] per nat, {slope.n} steps"
+    axes.plot(grid, value, color=colour, label=label)
+
+
+def _legend_below(figure: Figure) -> None:
+    handles, labels = figure.axes[0].get_legend_handles_labels()
     if handles:
-        axes.legend(
-            loc="upper left", bbox_to_anchor=(0, -0.16), ncols=2 if len(labels) > 2 else 1, fontsize=8.5, frameon=False
-        )
+        columns = max(1, min(4, len(labels), 120 // (max(map(len, labels)) + 12)))
+        figure.legend(handles, labels, loc="outside lower left", ncols=columns, fontsize=8.5)
 
 
 def _series(steps: Sequence[StepRecord], value_of: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -257,5 +260,6 @@ def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[Mapping[str
     return [record for record in records if isinstance(record.get(key), (int, float))]
 
 
-def _cycle(n: int) -> list[str]:
-    return [SERIES[i % len(SERIES)] for i in range(n)]
+def _cycle(n: int, without: str = "") -> list[str]:
+    colours = [colour for colour in SERIES if colour != without]
+    return [colours[i % len(colours)] for i in range(n)]

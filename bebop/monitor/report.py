@@ -67,6 +67,7 @@ def _rl_part(run_dir: Path, state: MonitorState) -> list[str]:
         _cards(summary),
         page.decision_box(summary["decision"], summary["decision_reason"], summary["decision_update"]),
     ]
+    body += [page.alarm_box(alarm) for alarm in summary["alarms"]]
     evidence = dict(summary["decision_evidence"])
     evidence |= evidence.pop("counts", {})
     body.append(page.details("The decision's evidence", page.key_values(plain(evidence))))
@@ -98,8 +99,8 @@ def _rl_part(run_dir: Path, state: MonitorState) -> list[str]:
             "decomposition",
             (parts,),
             "Change of the acceptance length against the early line at the first step's entropy. By entropy: early "
-            "slope times the change of entropy. Mismatch: the rest, a regression residual; negative where the heads fit the "
-            f"policy worse than its entropy explains. {BAND} They carry the slope's own uncertainty.",
+            "slope times the change of entropy. Mismatch: the rest, a regression residual; below 0 where the heads fit "
+            f"the policy worse than its entropy explains. {BAND} They carry the slope's own uncertainty.",
         ),
     ]
     for words, name, arguments, caption in figures:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bebop.monitor.alarms import alarms, checksums_equal, largest_probs_diff
 from bebop.monitor.decision import Decision, MonitorState, decide
 from bebop.monitor.decomposition import current, slope_of
 from bebop.monitor.slope import Slope, fit_slope
@@ -50,6 +51,7 @@ def summarise(run_dir: Path | str) -> dict[str, Any]:
     acceptance_length: pooled counts of the last 5 steps that drafted, acceptance_length_steps says which;
         acceptance_length_run: of all of them under the current draft length, rule and temperature.
     slope: acceptance length per nat over those steps, with its Newey-West 95 % interval.
+    heads_checksums_equal, probs_diff_max, alarms: whether the engine served the trainer's heads and probabilities.
     decision: in words, with decision_update true, false or null.
     """
     state = state_of(run_dir)
@@ -80,6 +82,9 @@ def summarise(run_dir: Path | str) -> dict[str, Any]:
         "slope_status": slope.status,
         "slope_reason": slope.reason or None,
         "slope_steps": slope.n,
+        "heads_checksums_equal": checksums_equal(steps),
+        "probs_diff_max": largest_probs_diff(steps),
+        "alarms": alarms(steps),
         **decision_fields(decision),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 
 import pytest
 
@@ -13,6 +14,7 @@ from bebop.monitor import (
     print_table,
     state_of,
     summarise,
+    write_report,
     write_run_json,
     write_summary,
 )
@@ -44,6 +46,29 @@ def test_summary_has_reward_acceptance_slope_and_decision_with_what_they_are_ove
         summary["decision_evidence"]["early_steps"] == [0, 11] and summary["decision_evidence"]["min_mismatch"] == 0.1
     )
     json.dumps(json.loads(write_summary(tmp_path, summary).read_text()))
+
+
+def test_engine_with_other_heads_than_the_trainer_is_an_alarm_with_both_checksums(tmp_path):
+    def record(step: int, engine: str | None, gap: float | None = 1e-6) -> StepRecord:
+        counts = DraftCounts(100, 300, (80, 48, 24))
+        return StepRecord(step, 0.4, counts, 3, "rejection", 1.0, probs_diff_max=gap,
+                          heads_checksum_trainer="aaaa", heads_checksum_engine=engine)  # fmt: skip
+
+    with JsonlSink(tmp_path) as sink:
+        sink.write(record(0, None, None))
+        assert summarise(tmp_path)["heads_checksums_equal"] is None and summarise(tmp_path)["probs_diff_max"] is None
+        sink.write(record(1, "aaaa"))
+        summary = summarise(tmp_path)
+        assert (
+            summary["heads_checksums_equal"] is True and summary["alarms"] == [] and summary["probs_diff_max"] == 1e-6
+        )
+        sink.write(record(2, "bbbb", math.nan))
+    summary = summarise(tmp_path)
+    assert summary["heads_checksums_equal"] is False and math.isnan(summary["probs_diff_max"])
+    assert (
+        "first at step 2: engine bbbb, trainer aaaa" in summary["alarms"][0] and "nan at step 2" in summary["alarms"][1]
+    )
+    assert "Alarm." in write_report(tmp_path).read_text()
 
 
 def test_summary_of_a_folder_without_steps_says_no_data_and_has_no_zeros(tmp_path):
