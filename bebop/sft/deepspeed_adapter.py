@@ -43,6 +43,7 @@ def init_process_group(device: str, rendezvous: Path, rank: int, world_size: int
     """Join the other training processes over the file `rendezvous` (fresh for each start), gloo on CPU, nccl on GPU."""
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("LOCAL_RANK", str(rank))
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
     import deepspeed
 

@@ -57,7 +57,6 @@ class Acceptance:
         }
 
 
-@torch.no_grad()
 def score(
     head: MtpHead,
     batches: Iterable[TrainBatch],
@@ -68,21 +67,27 @@ def score(
     temperature: float,
 ) -> Acceptance:
     """Score the heads on batches of text. Raises ValueError where the batches have no anchor."""
+    with torch.no_grad():
+        drafts = ((anchor_rows(head, batch, embed_weight, depth), batch) for batch in batches)
+        return score_rows(drafts, lm_head_weight, temperature=temperature)
+
+
+@torch.no_grad()
+def score_rows(
+    drafts: Iterable[tuple[Tensor, TrainBatch]],
+    lm_head_weight: Tensor,
+    *,
+    temperature: float,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> Acceptance:
+    """drafts: the heads' output [K,N,D] at a batch's anchors, with the batch. chunk_elements: logits held at once."""
     parts: list[dict[str, Tensor]] = []
-    for batch in batches:
-        rows = anchor_rows(head, batch, embed_weight, depth)
-        step = max(1, CHUNK_ELEMENTS // (depth * lm_head_weight.shape[0]))
-        for a in range(0, rows.shape[1], step):
-            where = slice(a, a + step)
-            parts.append(
-                _statistics(
-                    rows[:, where],
-                    batch.hidden[batch.target_index[:, where]],
-                    batch.labels[:, where],
-                    lm_head_weight,
-                    temperature,
-                )
-            )
+    for rows, batch in drafts:
+        step = max(1, chunk_elements // (rows.shape[0] * lm_head_weight.shape[0]))
+        for start in range(0, rows.shape[1], step):
+            where = slice(start, start + step)
+            target = batch.hidden[batch.target_index[:, where]]
+            parts.append(_statistics(rows[:, where], target, batch.labels[:, where], lm_head_weight, temperature))
     if not parts:
         raise ValueError("text to score: 0 anchors; it needs sequences longer than the draft depth")
     s = {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}  # each [K,N]

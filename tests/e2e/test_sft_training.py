@@ -1,0 +1,136 @@
+"""The real training on a random policy and given text: DeepSpeed in processes of its own, killed and resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+import torch
+
+from bebop.config import ConfigError, Data, Loss, Model, RolloutSection, Sft, SftConfig, Task
+from bebop.monitor import read_records
+from bebop.mtp import HEAD_PREFIX, load_heads
+from bebop.mtp.checkpoint import Tensors
+from bebop.sft import run
+
+pytestmark = pytest.mark.e2e
+COMMAND = "import sys; from pathlib import Path; from bebop.config import SftConfig; from bebop.sft import run; "
+COMMAND += "run(SftConfig.model_validate_json(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))"
+SFT = Sft(steps=24, grad_accum=2, batch_tokens=256, eval_every=12, save_every=8, lr=2e-3)
+
+
+@pytest.fixture(scope="module")
+def config(tiny_random, tmp_path_factory) -> SftConfig:
+    """Sums of uneven length as given text; 2 micro-batches a step."""
+    folder = tmp_path_factory.mktemp("given")
+    os.environ["BEBOP_HOME"] = str(folder / "home")
+    sums = [f"Calculate {' + '.join(str(a * b % 97) for b in range(2, 4 + a % 9))}\nAnswer: {a}" for a in range(60)]
+    parquet.write_table(pa.table({"text": sums}), folder / "sums.parquet")
+    return SftConfig(
+        model=Model(name="hf", path=tiny_random),
+        data=Data(source="parquet", path=folder / "sums.parquet", tasks=[Task(name="chain_sum")], num_heldout=12),
+        loss=Loss(name="e2e_tv", warmup="kl", warmup_share=0.25),
+        sft=SFT,
+        rollout=RolloutSection(),
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(config, tmp_path_factory):
+    """An uninterrupted run of one process."""
+    return run(config, tmp_path_factory.mktemp("whole"))
+
+
+def _curve(run_dir):
+    return [record["loss"] for record in read_records(run_dir, "sft")]
+
+
+def _scores(run_dir):
+    return [record["acceptance_length"] for record in read_records(run_dir, "sft_eval")]
+
+
+def test_heads_move_and_every_other_tensor_stays_as_it_was(whole, tiny_random):
+    before, after = Tensors(tiny_random), Tensors(whole.checkpoint)
+    assert set(before) == set(after)
+    for name in before:
+        assert torch.equal(before[name], after[name]) == (not name.startswith(HEAD_PREFIX)), name
+    assert load_heads(whole.checkpoint) is not None
+
+
+def test_training_raises_held_out_acceptance_and_says_what_it_did(whole):
+    run_dir = whole.checkpoint.parent
+    losses = _curve(run_dir)
+    assert len(losses) == SFT.steps
+    assert _scores(run_dir)[-1] > _scores(run_dir)[0]
+    assert [r["loss_name"] for r in read_records(run_dir, "sft")] == ["kl"] * 6 + ["e2e_tv"] * 18
+    made = json.loads((whole.checkpoint / "bebop.json").read_text())
+    assert (made["mtp_depth"], made["loss"], made["temperature"]) == (3, "e2e_tv", 1.0)
+    assert made["acceptance_length"] == pytest.approx(_scores(run_dir)[-1])
+    low, high = made["entropy_range"]
+    assert 0 < low < made["entropy_nats"] < high
+    assert whole.summary["acceptance_length"] == made["acceptance_length"]
+
+
+def test_killed_training_goes_on_to_the_same_curve(config, whole, tmp_path):
+    """kill -9 on the command between two checkpoints, then the same command: losses and heads equal to the bit."""
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    run_dir = tmp_path / "run"
+    command = subprocess.Popen([sys.executable, "-c", COMMAND, str(tmp_path / "config.json"), str(run_dir)])
+    deadline = time.monotonic() + 120
+    while len(_curve(run_dir)) < 11 and command.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    workers = _children(command.pid)
+    command.send_signal(signal.SIGKILL)
+    command.wait()
+    assert workers, "the training was over before it could be killed"
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, f"training processes {workers} outlive the command"
+        time.sleep(0.05)
+    assert 11 <= len(_curve(run_dir)) < SFT.steps
+    assert not (run_dir / "sft_result.json").exists()
+    resumed = run(config, run_dir)
+    assert _curve(run_dir) == _curve(whole.checkpoint.parent)
+    assert _scores(run_dir) == _scores(whole.checkpoint.parent)
+    assert resumed.summary["heads_checksum"] == whole.summary["heads_checksum"]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    repeated = [line["step"] for line in lines if line["kind"] == "sft"]
+    assert len(repeated) < 2 * SFT.steps and 1 in repeated and repeated.count(1) == 1, "it began again from step 1"
+
+
+def _children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_two_processes_under_zero_3_train_like_one(config, whole, tmp_path):
+    """Two processes with one micro-batch each do what one process with two does, with partitioned parameters too."""
+    sft = SFT.model_copy(update={"grad_accum": 1, "num_processes": 2, "zero_stage": 3})
+    together = run(config.model_copy(update={"sft": sft}), tmp_path)
+    assert _curve(tmp_path) == pytest.approx(_curve(whole.checkpoint.parent), abs=1e-5)
+    assert together.summary["acceptance_length"] == pytest.approx(whole.summary["acceptance_length"], abs=1e-4)
+
+
+def test_a_finished_run_is_not_trained_again(config, whole):
+    again = run(config, whole.checkpoint.parent)
+    assert again.summary["heads_checksum"] == whole.summary["heads_checksum"]
+    assert len(_curve(whole.checkpoint.parent)) == SFT.steps
+    other = config.model_copy(update={"loss": Loss(name="tv")})
+    with pytest.raises(ConfigError, match="another loss"):
+        run(other, whole.checkpoint.parent)
+
+
+def test_a_worker_s_error_is_one_line(config, tmp_path):
+    from bebop.sft import SftError
+
+    sft = SFT.model_copy(update={"batch_tokens": 64})
+    text = tmp_path / "long.parquet"
+    parquet.write_table(pa.table({"text": ["1 + 2 " * 60] * 20}), text)
+    long = config.model_copy(update={"sft": sft, "data": config.data.model_copy(update={"path": text})})
+    with pytest.raises(SftError, match=r"max_tokens=64; raise sft.batch_tokens") as error:
+        run(long, tmp_path / "run")
+    assert "\n" not in str(error.value)
