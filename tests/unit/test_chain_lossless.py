@@ -248,7 +248,7 @@ def p_value(tokens: Tensor, exact: dict[tuple[int, ...], float]) -> float:
 @pytest.mark.parametrize("rule", RULES)
 def test_verify_chain_samples_what_the_enumeration_says(rule, kind):
     gamma, num = 2, 200_000
-    target, draft = random_tables(gamma + 1, 4, 11, kind), random_tables(gamma, 4, 12, kind)
+    target, draft = random_tables(gamma + 1, 4, 56, kind), random_tables(gamma, 4, 57, kind)
     if rule == "target_only":
         tokens = torch.tensor(drafts_of(rule, draft, gamma)[0][0]).expand(num, -1)
     else:
@@ -266,6 +266,22 @@ def test_verify_chain_samples_what_the_enumeration_says(rule, kind):
     if kind == "dense":
         other = enumerate_emitted("block" if rule == "rejection" else "rejection", target, draft, gamma)
         assert p_value(result.tokens, other) < 1e-6, "the test must tell the rules apart"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_drafts_of_different_length_in_one_batch_are_each_verified_as_if_alone(rule):
+    """Rows of 2 drafts and rows of 1 in one call; each half has the distribution of its own length."""
+    num = 200_000
+    target, draft = random_tables(3, 4, 56), random_tables(2, 4, 57)
+    if rule == "target_only":
+        tokens = torch.tensor(drafts_of(rule, draft, 2)[0][0]).repeat(num, 1)
+    else:
+        tokens = sample_drafts(draft, num, 2, torch.Generator().manual_seed(1))
+    target_rows, draft_rows = rows(target, tokens, 3), rows(draft, tokens, 2)
+    tokens[1::2, 1] = -1
+    result = verify_chain(target_rows, draft_rows, tokens, rule=rule, generator=torch.Generator().manual_seed(2))
+    assert p_value(result.tokens[0::2], enumerate_emitted(rule, target, draft, 2)) > 1e-3
+    assert p_value(result.tokens[1::2], enumerate_emitted(rule, target, draft, 1)) > 1e-3
 
 
 @pytest.mark.parametrize("fault", ["resampled from p", "unfiltered q"])
