@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bebop.spec import verify_chain
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     rule=st.sampled_from(["rejection", "target_only", "block"]),
     batch=st.integers(1, 5),

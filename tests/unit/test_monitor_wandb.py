@@ -113,3 +113,10 @@ def test_logged_keys_are_namespaced_per_depth_and_every_own_key_is_defined():
 def test_no_drafts_is_no_acceptance_value():
     flat = flatten(StepRecord(0, 0.4, DraftCounts(), 3, "rejection", 1.0))
     assert "bebop/acceptance_length" not in flat and flat["bebop/num_drafts"] == 0
+
+
+def test_missing_wandb_is_one_line_that_names_the_override(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    check_wandb("disabled")
+    with pytest.raises(LoggerError, match=r"wandb is not installed; set logger\.wandb=disabled"):
+        check_wandb("offline")
