@@ -2,21 +2,22 @@
 
 A script that test_draft_matches_engine.py starts, since vLLM leaves its process changed.
 
-usage: record_engine_drafts.py POLICY_DIR ROUNDS.json OUT.pt TEMPERATURE
-ROUNDS is a list of lists of prompts; a round runs after the one before, and finds its prefixes in the cache.
-Each record: the request's whole text, the anchor's position t, the token at t+1, the draft [K], the engine's q [K, V].
+usage: record_engine_drafts.py POLICY_DIR ROUNDS.json OUT.pt TEMPERATURE... ROUNDS is a list of lists of prompts; a
+round runs after the one before, and finds its prefixes in the cache. Each record: the temperature, the request's
+whole text, the anchor's position t, the token at t+1, the draft [K], the engine's q [K, V].
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 
 import torch
 
 
-def main(policy: str, rounds_file: str, out: str, temperature: str) -> None:
+def main(policy: str, rounds_file: str, out: str, *temperatures: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -38,6 +39,7 @@ def main(policy: str, rounds_file: str, out: str, temperature: str) -> None:
         drafts = stock_propose(self, **kwargs)
         for i, request in enumerate(current):
             record = {"request": request, "anchor": anchors[i], "next": next_tokens[i]}
+            record["temperature"] = params.temperature
             records.append(record | {"drafts": drafts[i].tolist(), "q": self._last_draft_probs[i].clone()})
         return drafts
 
@@ -58,9 +60,9 @@ def main(policy: str, rounds_file: str, out: str, temperature: str) -> None:
             "rejection_sample_method": "standard",
         },
     )
-    params = SamplingParams(temperature=float(temperature), max_tokens=24, ignore_eos=True, detokenize=False)
     outputs = []
-    for prompts in json.loads(Path(rounds_file).read_text()):
+    for temperature, prompts in product(temperatures, json.loads(Path(rounds_file).read_text())):
+        params = SamplingParams(temperature=float(temperature), max_tokens=24, ignore_eos=True, detokenize=False)
         outputs += llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     texts = {o.request_id: [*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs}
     for record in records:
