@@ -196,7 +196,7 @@ class VllmEngine:
         finally:
             if not self._paused and not self._dead():
                 await self._llm.resume_generation()
-        return _checksums(held[0])
+        return WeightChecksums(**held[0])
 
     def _note_spans(self) -> None:
         for state in self._llm.output_processor.request_states.values():
@@ -205,7 +205,7 @@ class VllmEngine:
                 self._spans[state.external_req_id].append((had, self.version))
 
     def checksums(self) -> WeightChecksums:
-        return _checksums(self._run(self._llm.collective_rpc("bebop_checksums"))[0])
+        return WeightChecksums(**self._run(self._llm.collective_rpc("bebop_checksums"))[0])
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -374,12 +374,6 @@ def stamp(num_tokens: int, spans: Sequence[tuple[int, int]], version: int) -> tu
     for had, until in spans:
         versions += [until] * (min(had, num_tokens) - len(versions))
     return tuple(versions + [version] * (num_tokens - len(versions)))
-
-
-def _checksums(held: dict[str, Any]) -> WeightChecksums:
-    if "error" in held:
-        raise EngineError(held["error"])
-    return WeightChecksums(**held)
 
 
 def _root(error: BaseException) -> str:

@@ -17,7 +17,7 @@ HEAD_PREFIX = "model.mtp_layers."
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker by `worker_extension_cls`. A refusal comes back as {"error": text}."""
+    """Mixed into vLLM's worker by `worker_extension_cls`. A refused update comes back as {"error": text}."""
 
     def bebop_update(self, path: str) -> dict[str, Any]:
         """Copy the tensors of a safetensors file into the model and the drafter, all or none; then checksums."""
@@ -33,10 +33,7 @@ class WorkerExtension:
         """Checksums of backbone and heads, and the number of head tensors."""
         from bebop.mtp import checksum
 
-        try:
-            views = self._bebop_views()
-        except ValueError as error:
-            return {"error": str(error)}
+        views = self._bebop_views()
         heads = {name: view for name, view in views.items() if name.startswith(HEAD_PREFIX)}
         backbone = {name: view for name, view in views.items() if name not in heads}
         return {"backbone": checksum(backbone), "heads": checksum(heads), "num_head_tensors": len(heads)}
