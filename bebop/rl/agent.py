@@ -1,19 +1,25 @@
-"""The agent loop: verl's single turn over TransferQueue, with counts that survive a weight sync and errors that surface.
+"""The agent loop: verl's single turn, with counts that survive a weight sync and errors that surface.
 
-verl 0.9.1's client for partial rollouts joins a response out of segments and drops their spec_* counts; its worker turns
-a failed sample into a status without a reason. Both are mended here by subclasses, through verl's own hooks
+verl 0.9.1's client for partial rollouts joins a response out of segments and drops their spec_* counts; its worker
+turns a failed sample into a status without a reason. Both are mended here by subclasses, through verl's own hooks
 (`get_llm_client`, `rollout.agent.agent_loop_manager_class`).
+
+With `rollout.agent.num_workers=1` the one worker runs on an event loop inside the trainer's process, and with
+`reward.num_workers=0` the verifier runs in it too: on a small machine each process saved is ten seconds of start-up.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
+from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
-from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient, LLMServerManager
 from verl.workers.rollout.replica import TokenOutput
 
 SUMMED = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps")
@@ -21,7 +27,20 @@ PER_DEPTH = "spec_accepted_per_depth"
 SEGMENTS = "segments"
 
 
-class SegmentClient(LLMServerClient):
+class DirectClient(LLMServerClient):
+    """verl's client; with a single server it asks that one, without a load balancer in between."""
+
+    only_server: tuple[str, Any] | None = None
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        return self.only_server or await super()._acquire_server(request_id, **extra)
+
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        if self.only_server is None:
+            super()._release_server(server_id, request_id)
+
+
+class SegmentClient(DirectClient):
     """Notes every segment of a request; stands between verl's partial-rollout client and its base."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -60,6 +79,22 @@ def joined_fields(segments: Sequence[TokenOutput]) -> dict[str, Any]:
     return fields
 
 
+class ServerManager(LLMServerManager):
+    """verl's manager, without a load-balancing actor where there is nothing to balance."""
+
+    async def _init_global_load_balancer(self) -> None:
+        if len(self.server_handles) > 1:
+            await super()._init_global_load_balancer()
+        else:
+            self.global_load_balancer = None
+
+    def get_client(self, client_cls: type[LLMServerClient] | None = None, **kwargs: Any) -> LLMServerClient:
+        client = super().get_client(client_cls or DirectClient, **kwargs)
+        if len(self.server_handles) == 1:
+            client.only_server = (self.server_addresses[0], self.server_handles[0])
+        return client
+
+
 class AgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     """verl's worker; remembers why a sample failed."""
 
@@ -86,11 +121,68 @@ class AgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
 
 
 class AgentLoopManager(AgentLoopManagerTQ):
-    """verl's manager with our worker."""
+    """verl's manager with our worker, here or in actors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(AgentLoopWorker)
+        self.here: LocalWorker | None = None
+
+    async def _init_agent_loop_workers(self) -> None:
+        if self.rollout_config.agent.num_workers > 1:
+            await super()._init_agent_loop_workers()
+            return
+        self.agent_loop_workers = []
+        handles = self.reward_loop_worker_handles
+        self.here = LocalWorker(
+            lambda: AgentLoopWorker(
+                self.config,
+                self.llm_client,
+                self.teacher_client,
+                [LocalReward(RewardLoopWorker(self.config))] if handles == [] else handles,
+            )
+        )
+
+    def generate_sequences(self, prompts: Any) -> None:
+        if self.here is None:
+            super().generate_sequences(prompts)
+        else:
+            self.here.call("generate_sequences", prompts)
 
     def pop_errors(self) -> list[str]:
-        return [error for errors in ray.get([w.pop_errors.remote() for w in self.agent_loop_workers], timeout=10) for error in errors]
+        """Tracebacks of failed samples, of all workers."""
+        if self.here is not None:
+            return self.here.call("pop_errors")
+        answers = ray.get([worker.pop_errors.remote() for worker in self.agent_loop_workers], timeout=10)
+        return [error for errors in answers for error in errors]
+
+
+class LocalWorker:
+    """An agent loop worker on an event loop of its own, in a thread of this process."""
+
+    def __init__(self, make: Callable[[], AgentLoopWorker]) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, daemon=True, name="bebop-agent-loop").start()
+
+        async def build() -> AgentLoopWorker:
+            return make()
+
+        self.worker = asyncio.run_coroutine_threadsafe(build(), self.loop).result()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def call(self, method: str, *args: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(getattr(self.worker, method)(*args), self.loop).result()
+
+
+class LocalReward:
+    """A reward worker as verl's agent loop calls one (`handle.compute_score.remote(data)`), without an actor."""
+
+    def __init__(self, worker: RewardLoopWorker) -> None:
+        self.compute_score = self
+        self.worker = worker
+
+    def remote(self, data: Any) -> Any:
+        return self.worker.compute_score(data)

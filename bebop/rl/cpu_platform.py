@@ -1,9 +1,9 @@
 """A CPU as one of verl's platforms: one logical Ray "GPU" a process, gloo, shared memory for the weights.
 
-verl 0.9.1 ships platforms for CUDA, ROCm and NPU only and resolves `VERL_PLATFORM` in its `PlatformRegistry`. Two of its
-habits shape this class: `get_device_id()` goes straight into `tensor.to(...)`, hence "cpu" in place of an index; and a
-worker finds its device in Ray's accelerator ids, hence the logical "GPU" resource. `VERL_ENGINE_DEVICE=cuda` goes with
-it, since verl registers its FSDP engine under accelerators' names; the engine itself is device-agnostic.
+verl 0.9.1 ships platforms for CUDA, ROCm and NPU only and resolves `VERL_PLATFORM` in its `PlatformRegistry`. Two
+of its habits shape this class: `get_device_id()` goes straight into `tensor.to(...)`, hence "cpu" in place of an
+index; and a worker finds its device in Ray's accelerator ids, hence the logical "GPU" resource. `VERL_ENGINE_DEVICE=
+cuda` goes with it, since verl registers its FSDP engine under accelerators' names; the engine is device-agnostic.
 """
 
 from __future__ import annotations

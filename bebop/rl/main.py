@@ -1,7 +1,8 @@
 """The trainer's process of a GRPO run: `python -m bebop.rl.main <run_dir>`, started by `bebop.rl.run`.
 
-verl's `run_ppo` starts Ray and is given a task runner that stays in this process: it saves an actor's start-up, and lets
-the watchdog end the run from here. verl's and Ray's own output goes to run_dir/grpo.log; the console gets bebop's lines.
+verl's `run_ppo` starts Ray and is given a task runner that stays in this process: it saves an actor's start-up, and
+lets the watchdog end the run from here. verl's and Ray's own output goes to run_dir/grpo.log; the console gets bebop's
+lines.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ class Console:
 
 def main(run_dir: Path) -> int:
     die_with_parent()
-    lock = open(run_dir / LOCK, "w")  # noqa: SIM115: held until the process ends
+    lock = os.open(run_dir / LOCK, os.O_WRONLY | os.O_CREAT)  # until the process ends
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -81,24 +83,23 @@ def train(run_dir: Path, temp_dir: str, console: Console, fail: Failure) -> None
     from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
-    from bebop.rl import trainer, watchdog
+    from bebop.rl import prewarm, sinks, trainer, watchdog
 
-    trainer.PHASE = console.phase
-    trainer.CONSOLE = console.stream
+    trainer.Safeguards.phase = staticmethod(console.phase)
+    sinks.Sinks.console = console.stream
     watchdog.Watchdog.on_stuck = staticmethod(fail.leave)
     from verl.experimental.reward_loop.reward_loop import migrate_legacy_reward_impl
 
     config = migrate_legacy_reward_impl(config)
     auto_set_device(config)
-    validate_config(
-        config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
-    )
+    validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     console.phase("starting Ray")
-    run_ppo(config, task_runner_class=in_this_process(TaskRunnerV1.__ray_metadata__.modified_class))
+    ready = prewarm.start if config.trainer.device == "cpu" else None
+    run_ppo(config, task_runner_class=in_this_process(TaskRunnerV1.__ray_metadata__.modified_class, ready))
 
 
-def in_this_process(runner_class: type) -> Any:
-    """What run_ppo needs of a Ray actor class, around an instance that lives here."""
+def in_this_process(runner_class: type, ready: Callable[[], None] | None) -> Any:
+    """What run_ppo needs of a Ray actor class, around an instance that lives here; `ready` is called once Ray is."""
 
     class Run:
         def __init__(self, runner: Any) -> None:
@@ -107,6 +108,8 @@ def in_this_process(runner_class: type) -> Any:
         def remote(self, config: Any) -> Any:
             import ray
 
+            if ready is not None:
+                ready()
             return ray.put(self.runner.run(config))
 
     class Handle:

@@ -17,7 +17,9 @@ def counts_of(fields: Mapping[str, Any]) -> DraftCounts | None:
     drafts = fields.get("spec_num_verify_steps")
     if not drafts:
         return None
-    return DraftCounts(int(drafts), int(fields["spec_num_draft_tokens"]), tuple(fields.get("spec_accepted_per_depth", ())))
+    return DraftCounts(
+        int(drafts), int(fields["spec_num_draft_tokens"]), tuple(fields.get("spec_accepted_per_depth", ()))
+    )
 
 
 def pooled(counts: Sequence[DraftCounts | None]) -> DraftCounts | None:
@@ -33,7 +35,7 @@ def mean_of_requests(counts: Sequence[DraftCounts | None]) -> float | None:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> float | None:
-    """Mean of `values` [B, T] where `mask` [B, T] is set: entropy over emitted response tokens only. None without any."""
+    """Mean of `values` [B, T] where `mask` [B, T] is set: entropy over emitted tokens only. None without any."""
     chosen = values[mask.bool()]
     return chosen.double().mean().item() if chosen.numel() else None
 
@@ -46,7 +48,9 @@ def zero_spread_share(groups: Sequence[str], rewards: Sequence[float]) -> float 
     return sum(len(values) == 1 for values in spread.values()) / len(spread) if spread else None
 
 
-def largest_probability_gap(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, rows: Tensor) -> float | None:
+def largest_probability_gap(
+    trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, rows: Tensor
+) -> float | None:
     """max |p_trainer - p_rollout| over the set positions of the chosen `rows` [B] bool; None where there is none.
 
     Not a number anywhere makes the result NaN.

@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from bebop.config import GrpoConfig
+from bebop.data.prompts import make_prompts
+from bebop.monitor import JsonlSink, read_records, summarise, write_report, write_summary
 from bebop.rl import checkpoints
 from bebop.rl.environment import ENGINE_LOG, RUN_ENV, run_environment
 from bebop.rl.errors import RlError
+from bebop.rl.prompts import write_parquet
 from bebop.rl.verl_config import Policy, compose, save
 
 ENDING_S = 15.0  # for processes to end by themselves before they are killed
@@ -47,15 +50,21 @@ def run(config: GrpoConfig, run_dir: Path, *, policy_dir: Path | None = None) ->
     composed = compose(config, policy, run_dir, num_gpus=num_gpus, resume_from=resume_from)
     save(composed, run_dir / "verl.yaml")
     _write_prompts(config, run_dir)
+    _note_entropy_range(policy.path, run_dir)
     if step is None or step < config.grpo.steps:
         _train(run_dir, run_environment(run_dir, on_cpu=num_gpus == 0))
-    return summary(config, run_dir, elapsed_s=time.monotonic() - started)
+    last = checkpoints.latest(run_dir)
+    result = {
+        **summarise(run_dir),
+        "checkpoint": str(checkpoints.policy_dir(run_dir, last)) if last else None,
+        "elapsed_s": round(time.monotonic() - started, 1),
+    }
+    write_summary(run_dir, result)
+    write_report(run_dir)
+    return result
 
 
 def _write_prompts(config: GrpoConfig, run_dir: Path) -> None:
-    from bebop.data.prompts import make_prompts
-    from bebop.rl.prompts import write_parquet
-
     number = config.grpo.steps * config.grpo.prompts_per_step
     prompts = make_prompts(config.data.tasks, number, config.seed, "rl", solutions=False)
     write_parquet(prompts, run_dir / "prompts.parquet")
@@ -82,7 +91,7 @@ def _reason(run_dir: Path, code: int) -> str:
     file = run_dir / "error.json"
     if file.exists():
         message = json.loads(file.read_text())["message"]
-        return f"{message}\n(details in {file}, all output in {run_dir / 'grpo.log'})"
+        return f"{message.splitlines()[0]} (details in {file}, all output in {run_dir / 'grpo.log'})"
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return f"the trainer's process ended with {how}; its output is in {run_dir / 'grpo.log'}"
 
@@ -116,25 +125,10 @@ def processes_of(run_dir: Path) -> list[int]:
     return found
 
 
-def summary(config: GrpoConfig, run_dir: Path, *, elapsed_s: float) -> dict[str, Any]:
-    """Numbers of the whole run, out of its records."""
-    from bebop.monitor import read_steps
-
-    steps = read_steps(run_dir)
-    rewards = [step.reward_mean for step in steps if step.reward_mean is not None]
-    last = checkpoints.latest(run_dir)
-    window = min(5, len(rewards))
-    total = None
-    for step in steps:
-        if step.counts is not None:
-            total = step.counts if total is None else total + step.counts
-    return {
-        "steps": len(steps),
-        "reward_first": sum(rewards[:window]) / window if window else None,
-        "reward_last": sum(rewards[-window:]) / window if window else None,
-        "acceptance_length": total.acceptance_length if total else None,
-        "conditional_acceptance": list(total.conditional_acceptance) if total else None,
-        "step_s": sum(step.step_s or 0.0 for step in steps) / len(steps) if steps else None,
-        "checkpoint": str(checkpoints.policy_dir(run_dir, last)) if last else None,
-        "elapsed_s": elapsed_s,
-    }
+def _note_entropy_range(policy_dir: Path, run_dir: Path) -> None:
+    """Leave the range of entropies that the heads were trained on for the monitor's decision."""
+    file = policy_dir / "bebop.json"
+    known = json.loads(file.read_text()).get("entropy_range") if file.exists() else None
+    if known and not read_records(run_dir, "monitor"):
+        with JsonlSink(run_dir) as sink:
+            sink.write({"kind": "monitor", "entropy_range": known, "from": str(file)})

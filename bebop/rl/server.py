@@ -38,7 +38,9 @@ class PolicyServer(vLLMHttpServer):
 
         self.engine.generate = generate
 
-    async def generate(self, prompt_ids: Any, sampling_params: dict[str, Any], request_id: str, **kwargs: Any) -> TokenOutput:
+    async def generate(
+        self, prompt_ids: Any, sampling_params: dict[str, Any], request_id: str, **kwargs: Any
+    ) -> TokenOutput:
         """verl's `generate`, by token ids alone; `spec_accepted_per_depth` comes beside verl's spec_* counts."""
         wanted = {**sampling_params, "detokenize": False}
         output = await super().generate(prompt_ids, wanted, request_id, **kwargs)

@@ -15,6 +15,7 @@ On GPUs the same classes run over verl's CUDA platform; that path has not been r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -30,9 +32,9 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from bebop.records import StepRecord
-from bebop.rl import checkpoints
+from bebop.rl import advantage, checkpoints, prewarm
 from bebop.rl import metrics as step_metrics
-from bebop.rl.agent import PartialRolloutClient
+from bebop.rl.agent import PartialRolloutClient, ServerManager
 from bebop.rl.errors import HeadsDiffer, ProbabilitiesDiffer, RolloutFailed
 from bebop.rl.watchdog import Watchdog
 from bebop.rl.worker import PolicyWorker
@@ -42,6 +44,7 @@ class Safeguards:
     """Mixed in before one of verl's trainers."""
 
     verl_mode: str
+    phase: Callable[[str], None] = staticmethod(lambda text: None)  # tells the console; set by bebop.rl.main
 
     def __init__(self, config: DictConfig) -> None:
         with open_dict(config):
@@ -79,6 +82,8 @@ class Safeguards:
         raise RolloutFailed(f"{groups} group(s) of responses failed: {last.splitlines()[-1]}\n{last}")
 
     def _init_resource_pool_mgr(self) -> None:
+        prewarm.wait()
+        self.phase("starting the trainer's worker")
         super()._init_resource_pool_mgr()
         stock = ray.remote(ActorRolloutRefWorker).__ray_metadata__.class_name
         for role, worker in self.role_worker_mapping.items():
@@ -86,13 +91,15 @@ class Safeguards:
                 self.role_worker_mapping[role] = ray.remote(PolicyWorker)
 
     def on_init_end(self) -> None:
+        self.phase("first weight sync")
         super().on_init_end()
-        self._compare_heads()
+        self._compare_weights()
 
     def fit(self, agent_loop_manager: Any) -> None:
         from bebop.rl.sinks import Sinks
 
-        self.sinks = Sinks(self.run_dir, self.bebop, self.config, resumed_from=self.global_steps)
+        self.sinks = Sinks(self.run_dir, self.bebop, self.config.trainer, resumed_from=self.global_steps)
+        self.phase(f"training, step {self.global_steps + 1} of {self.total_training_steps}")
         self.watchdog.start(
             replying=[*self.llm_server_manager.server_handles, *agent_loop_manager.agent_loop_workers],
             living=[*self.actor_rollout_wg.workers, *self.get_reward_handles()],
@@ -145,11 +152,9 @@ class Safeguards:
 
     def on_step_end(self) -> None:
         super().on_step_end()
-        self._compare_heads()
+        self._compare_weights()
 
-    def _compare_heads(self) -> None:
-        if self.bebop.speculation != "mtp":
-            return
+    def _compare_weights(self) -> None:
         ours = self.actor_rollout_wg.policy_checksums()[0]
         for theirs in ray.get([server.served_checksums.remote() for server in self.llm_server_manager.server_handles]):
             if theirs["num_head_tensors"] != ours["num_head_tensors"] or theirs["heads"] != ours["heads"]:
@@ -159,7 +164,8 @@ class Safeguards:
                 )
             if ours["backbone"] and theirs["backbone"] != ours["backbone"]:
                 raise HeadsDiffer(
-                    f"the engine serves another backbone than the trainer's: {theirs['backbone']} against {ours['backbone']}"
+                    "the engine serves another backbone than the trainer's, checksum "
+                    f"{theirs['backbone']} against {ours['backbone']}"
                 )
         self.checksums = {"ours": ours, "theirs": theirs}
 
@@ -167,28 +173,36 @@ class Safeguards:
         batch = super()._compute_old_log_prob(batch, metrics)
         overall = metrics.get("training/rollout_probs_diff_max")
         if overall is not None and not math.isfinite(overall):
-            raise ProbabilitiesDiffer(f"step {self.global_steps}: rollout_probs_diff_max is {overall}; the engine's log-probabilities are broken")
+            raise ProbabilitiesDiffer(
+                f"step {self.global_steps}: rollout_probs_diff_max={overall}: the engine's log-probabilities are broken"
+            )
         self.gap = self._on_policy_gap(batch)
         if self.gap is not None and not self.gap <= self.bebop.probs_diff_limit:
             raise ProbabilitiesDiffer(
-                f"step {self.global_steps}: rollout and trainer probabilities differ by {self.gap:.2e} on samples of the "
-                f"current policy, grpo.probs_diff_limit={self.bebop.probs_diff_limit:.0e}: the engine does not sample the "
-                "policy that is trained"
+                f"step {self.global_steps}: rollout and trainer probabilities differ by {self.gap:.2e} on samples of"
+                f" the policy, above grpo.probs_diff_limit={self.bebop.probs_diff_limit:.0e}: the engine does not "
+                "sample the policy that is trained"
             )
         return batch
 
     def _on_policy_gap(self, batch: KVBatchMeta) -> float | None:
         current = self.global_steps - 1
-        rows = torch.tensor([tag["min_global_steps"] == current and not tag.get("is_padding", False) for tag in batch.tags])
+        rows = torch.tensor(
+            [tag["min_global_steps"] == current and not tag.get("is_padding", False) for tag in batch.tags]
+        )
         if not rows.any():
             return None
         fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields).to_padded_tensor()
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=fields
+        ).to_padded_tensor()
         return step_metrics.largest_probability_gap(
             data["old_log_probs"], data["rollout_log_probs"], data["response_mask"], rows
         )
 
-    def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
+    def _compute_metrics(
+        self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, global_steps: int, epoch: int
+    ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         record, prompt_ids = self._record(batch, metrics, timing_raw, global_steps)
         self.sinks.step(record, prompt_ids, total=self.total_training_steps)
@@ -258,3 +272,5 @@ def _load_replica() -> type:
 
 
 RolloutReplicaRegistry.register("vllm", _load_replica)
+ADVANTAGES = advantage.NAME  # registered by its import
+trainer_base.LLMServerManager = ServerManager  # verl has no hook for it; see bebop.rl.agent

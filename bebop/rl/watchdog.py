@@ -29,7 +29,9 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def start(self, replying: Sequence[Any], living: Sequence[Any]) -> None:
-        self._thread = threading.Thread(target=self._watch, args=(list(replying), list(living)), daemon=True, name="bebop-watchdog")
+        self._thread = threading.Thread(
+            target=self._watch, args=(list(replying), list(living)), daemon=True, name="bebop-watchdog"
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -50,7 +52,9 @@ class Watchdog:
                 done, _ = ray.wait([reference], timeout=0)
                 if not done:
                     if since is not None and time.monotonic() - since > self.limit_s:
-                        return self._found(WorkerDied(f"{actor} gave no sign of life for {self.limit_s:.0f} s (grpo.watchdog_s)"))
+                        return self._found(
+                            WorkerDied(f"{actor} gave no sign of life for {self.limit_s:.0f} s (grpo.watchdog_s)")
+                        )
                     continue
                 try:
                     ray.get(reference)

@@ -74,5 +74,7 @@ def head_tensors(policy_dir: Path) -> dict[str, Tensor]:
     tensors = Tensors(policy_dir)
     heads = {name: tensors[name] for name in tensors if name.startswith(HEAD_PREFIX)}
     if not heads:
-        raise ValueError(f"{policy_dir}: 0 tensors named {HEAD_PREFIX}*; rollout.speculation=mtp needs the policy's heads")
+        raise ValueError(
+            f"{policy_dir}: 0 tensors named {HEAD_PREFIX}*; rollout.speculation=mtp needs the policy's heads"
+        )
     return heads

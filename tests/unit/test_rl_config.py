@@ -1,0 +1,155 @@
+"""A GrpoConfig becomes verl's own config, and what verl would misread is one line before anything loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bebop.config import ConfigError, GrpoConfig, check
+from bebop.rl.verl_config import Policy, compose, literal, micro_batch, save
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_random: Path) -> Policy:
+    return Policy.read(tiny_random)
+
+
+def grpo_config(**sections: dict) -> GrpoConfig:
+    values: dict = {
+        "model": {"name": "tiny"},
+        "data": {"tasks": [{"name": "chain_sum"}], "max_prompt_tokens": 64, "max_response_tokens": 64},
+        "rollout": {"max_model_len": 128},
+        "trainer": {},
+        "grpo": {"steps": 3, "prompts_per_step": 4, "group_size": 2},
+    }
+    for name, section in sections.items():
+        values[name] = {**values[name], **section}
+    return check("grpo", values)
+
+
+def test_every_section_reaches_verl_under_its_own_keys(policy: Policy, tmp_path: Path):
+    verl = compose(grpo_config(grpo={"lr": 3e-4, "kl_coef": 0.1}, rollout={"temperature": 0.7}), policy, tmp_path)
+    actor, rollout = verl.actor_rollout_ref.actor, verl.actor_rollout_ref.rollout
+    assert (actor.optim.lr, actor.use_kl_loss, actor.kl_loss_coef) == (3e-4, True, 0.1)
+    assert (rollout.n, rollout.temperature, rollout.load_format) == (2, 0.7, "auto")
+    assert verl.data.train_batch_size == actor.ppo_mini_batch_size == 4
+    assert verl.trainer.total_training_steps == 3
+    assert verl.algorithm.adv_estimator == "bebop_grpo"
+    assert verl.trainer.device == "cpu"
+
+
+def test_speculation_is_always_explicit(policy: Policy, tmp_path: Path):
+    def drafting(rule: str) -> str:
+        verl = compose(grpo_config(rollout={"rule": rule}), policy, tmp_path)
+        assert verl.actor_rollout_ref.model.mtp.enable_rollout
+        return verl.actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.draft_sample_method
+
+    assert drafting("rejection") == "probabilistic"
+    assert drafting("target_only") == "greedy"
+    plain = compose(grpo_config(rollout={"speculation": "none"}), policy, tmp_path)
+    assert not plain.actor_rollout_ref.model.mtp.enable
+    assert "speculative_config" not in plain.actor_rollout_ref.rollout.engine_kwargs.vllm
+
+
+@pytest.mark.parametrize(("correction", "level"), [("token", "token"), ("sequence", "sequence")])
+def test_importance_correction_and_its_cap_reach_verl(policy: Policy, tmp_path: Path, correction: str, level: str):
+    trainer = {"importance_correction": correction, "importance_cap": 3.0}
+    verl = compose(grpo_config(trainer=trainer), policy, tmp_path).algorithm.rollout_correction
+    assert (verl.rollout_is, verl.rollout_is_threshold, verl.bypass_mode) == (level, 3.0, False)
+
+
+def test_samples_are_waited_for_never_dropped(policy: Policy, tmp_path: Path):
+    verl = compose(grpo_config(trainer={"max_staleness": 2}), policy, tmp_path).trainer.v1
+    assert verl.trainer_mode == "bebop_colocate_async"
+    assert (verl.sampler.max_off_policy_threshold, verl.sampler.max_off_policy_strategy) == (3, "wait")
+    assert verl.colocate_async.num_warmup_batches == 2
+    sync = compose(grpo_config(trainer={"mode": "sync", "importance_correction": "none"}), policy, tmp_path)
+    assert sync.trainer.v1.trainer_mode == "bebop_sync"
+    assert sync.algorithm.rollout_correction.rollout_is is None
+
+
+def test_async_without_a_correction_is_refused():
+    with pytest.raises(ConfigError, match=r"importance_correction=none.*token or sequence"):
+        grpo_config(trainer={"importance_correction": "none"})
+
+
+def test_verl_keys_go_on_top_of_ours(policy: Policy, tmp_path: Path):
+    given = ["actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.actor.optim.lr=0.5"]
+    actor = compose(grpo_config(grpo={"verl_overrides": given}), policy, tmp_path).actor_rollout_ref.actor
+    assert (actor.clip_ratio_high, actor.optim.lr) == (0.28, 0.5)
+
+
+def test_unknown_verl_key_is_answered_with_the_nearest(policy: Policy, tmp_path: Path):
+    wrong = grpo_config(grpo={"verl_overrides": ["actor_rollout_ref.actor.optim.lrr=1"]})
+    with pytest.raises(ConfigError) as caught:
+        compose(wrong, policy, tmp_path)
+    assert str(caught.value) == (
+        "verl has no key actor_rollout_ref.actor.optim.lrr; did you mean actor_rollout_ref.actor.optim.lr?"
+    )
+
+
+def test_checking_a_config_imports_neither_verl_nor_vllm():
+    code = (
+        "import sys, bebop.rl, bebop.rl.verl_config\n"
+        "heavy = {'verl', 'vllm', 'ray', 'wandb', 'deepspeed', 'triton'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"rollout": {"temperature": 0.0}}, "rollout.temperature=0.0"),
+        ({"rollout": {"rule": "block"}}, "rollout.rule=block"),
+        ({"data": {"max_response_tokens": 100}}, "rollout.max_model_len=128"),
+    ],
+)
+def test_what_would_sample_another_policy_is_refused(policy: Policy, tmp_path: Path, section: dict, words: str):
+    with pytest.raises(ConfigError) as caught:
+        compose(grpo_config(**section), policy, tmp_path)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_draft_deeper_than_the_head_names_both_numbers(policy: Policy, tmp_path: Path):
+    import dataclasses
+
+    trained = dataclasses.replace(policy, mtp_depth=3)
+    with pytest.raises(ConfigError) as caught:
+        compose(grpo_config(rollout={"num_speculative_tokens": 4}), trained, tmp_path)
+    assert "num_speculative_tokens=4" in str(caught.value) and "=3" in str(caught.value)
+
+
+def test_policy_without_heads_cannot_speculate(policy: Policy, tmp_path: Path):
+    import dataclasses
+
+    with pytest.raises(ConfigError, match="no MTP head"):
+        compose(grpo_config(), dataclasses.replace(policy, mtp_layers=0), tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["plain", "it's", "a=1,b", "with space", "back\\slash", "quote'\\' end\\"])
+def test_any_folder_name_passes_through_hydra(policy: Policy, tmp_path: Path, folder: str):
+    from omegaconf import OmegaConf
+
+    run_dir = tmp_path / folder
+    verl = compose(grpo_config(), policy, run_dir)
+    read = OmegaConf.load(save(verl, tmp_path / "verl.yaml"))
+    assert read.bebop.run_dir == str(run_dir)
+
+
+def test_literals_of_hydras_grammar():
+    assert [literal(value) for value in (None, True, 1, 2e-4, "a", [1, "b"], {"k": None})] == [
+        *("null", "true", "1", "0.0002", "'a'", "[1,'b']", "{k:null}"),
+    ]
+
+
+def test_micro_batches_divide_the_batch_and_bound_the_logits(policy: Policy):
+    data = grpo_config().data
+    assert micro_batch(128, data, 300) == 32
+    assert micro_batch(12, data, 300) == 12
+    assert micro_batch(128, data, 150_000) == 4
+    assert micro_batch(7, data, 10**9) == 1
