@@ -21,7 +21,7 @@ CONFIGS = ROOT / "configs"
 RECIPES = ROOT / "recipes"
 VERL_ROOTS = ("actor_rollout_ref", "algorithm", "critic", "reward", "reward_model", "transfer_queue", "ray_kwargs")
 # `data.tasks.0.weight`, `data.tasks.0.params.max_terms`: below these keys a list or a free mapping begins
-FREE_BELOW = ("data.tasks",)
+FREE_BELOW = ("data.tasks", "model.tiny.tasks")
 _OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[^=]+?)(?:=(?P<value>.*))?$", re.DOTALL)
 
 

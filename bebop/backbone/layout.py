@@ -80,6 +80,25 @@ def write_policy(
     save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
 
 
+def write_with_head(
+    directory: Path,
+    config: Mapping[str, Any],
+    backbone: Mapping[str, Tensor],
+    provenance: Mapping[str, Any],
+    *,
+    mtp_init: str,
+    seed: int,
+) -> None:
+    """Write a policy that has no MTP layer yet, with a fresh one (bebop.mtp.init_heads, `mtp_init`)."""
+    from bebop.mtp import head_state, init_heads
+
+    plain = {**config, "architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0}
+    write_policy(directory, plain, backbone, provenance)
+    heads = head_state(init_heads(directory, mtp_init, seed))
+    whole = {**config, "architectures": [ARCHITECTURE], "num_nextn_predict_layers": 1}
+    write_policy(directory, whole, {**backbone, **heads}, provenance)
+
+
 def layer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Tensor names of one decoder layer, without its prefix, and their shapes."""
     d, f = config["hidden_size"], config["intermediate_size"]

@@ -17,7 +17,13 @@ from bebop.data.tasks import dataset, worked_solution
 from bebop.records import Prompt
 
 # Sixteenths of all questions. pretrain: the tiny policy; train, heldout: the heads; rl: GRPO; eval: the eval command.
-SPLITS = {"pretrain": range(0, 6), "train": range(6, 10), "heldout": range(10, 11), "rl": range(11, 15), "eval": range(15, 16)}
+SPLITS = {
+    "pretrain": range(0, 6),
+    "train": range(6, 10),
+    "heldout": range(10, 11),
+    "rl": range(11, 15),
+    "eval": range(15, 16),
+}
 MAX_TRIES = 2000
 
 

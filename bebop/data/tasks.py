@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from bebop.data.worked import WRITERS, Slips
+from bebop.data.worked import WRITERS, Hand
 from bebop.records import Prompt
 
 ANSWER = "Answer:"
@@ -37,10 +37,10 @@ def dataset(name: str, params: Mapping[str, Any]) -> Any:
     return _dataset(name, json.dumps(params, sort_keys=True))
 
 
-def worked_solution(task: str, entry: Mapping[str, Any], slips: Slips | None = None) -> str | None:
-    """Steps, then the answer line; None for a task that has no writer. `slips` puts errors in, see bebop.data.worked."""
+def worked_solution(task: str, entry: Mapping[str, Any], hand: Hand | None = None) -> str | None:
+    """Steps, then the answer line; None for a task that has no writer. `hand` chooses words and errs, see bebop.data.worked."""
     writer = WRITERS.get(task)
-    return writer(entry, slips or Slips()) if writer else None
+    return writer(entry, hand or Hand()) if writer else None
 
 
 def extract_answer(response: str) -> str | None:

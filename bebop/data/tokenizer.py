@@ -18,9 +18,9 @@ from bebop.records import Prompt
 # Fixed words of the tasks' questions and of our worked solutions; each becomes one token, with its leading space.
 WORDS = (
     "State the final answer to the following arithmetic problem:",
-    " Calculate Evaluate What is Find the value of in equation Solve for Determine that satisfies:",
-    "Answer: Problem: Then So Start Now add sub carry borrow digit result",
-    " + - * / = ( ) ? . , ; > | \n",
+    "Solve the following multiplication: Give only the result as your final answer.",
+    "Find the value of in the equation: Solve for: Determine the value of that satisfies:",
+    "Answer: First Now Then Next So + - * / = ( ) -( .\n",
 )
 END, PAD, USER, ASSISTANT = "<|endoftext|>", "<|pad|>", "<|user|>", "<|assistant|>"
 SPECIAL = (END, PAD, USER, ASSISTANT)

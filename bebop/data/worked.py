@@ -1,7 +1,7 @@
 """Worked solutions: the steps that lead to an answer, written column by column, then the line `Answer: <number>`.
 
 Every step is short enough to be learnt by a tiny model: a column adds or subtracts single digits, with the carry or
-borrow of the column before it. `Slips` makes a share of the columns off by one and carries the error through, as a
+borrow of the column before it. `Hand` makes a share of the columns off by one and carries the error through, as a
 careless human would: a policy trained on such text is mostly right when it is greedy and often wrong when it samples,
 which leaves reinforcement learning something to improve. Without slips every solution ends with the right answer.
 """
@@ -13,50 +13,59 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+WORDS = ("First", "Now", "Then", "Next", "So")
 
-class Slips:
-    """A source of off-by-one errors: each written result of a column slips with probability `rate`."""
 
-    def __init__(self, rate: float = 0.0, seed: int | str = 0) -> None:
-        if not 0 <= rate < 1:
-            raise ValueError(f"slip rate {rate}: expected a share of columns, at least 0 and below 1")
-        self.rate = rate
-        self._random = random.Random(seed)
+class Hand:
+    """Whoever writes a solution: chooses words, and gets a share `slip_rate` of the columns wrong by one.
 
-    def __call__(self, value: int) -> int:
-        if self._random.random() >= self.rate:
+    Without a seed the choice of words is always the first.
+    """
+
+    def __init__(self, slip_rate: float = 0.0, seed: int | str | None = None) -> None:
+        if not 0 <= slip_rate < 1:
+            raise ValueError(f"slip_rate={slip_rate}: expected a share of columns, at least 0 and below 1")
+        self.slip_rate = slip_rate
+        self._random = None if seed is None else random.Random(seed)
+
+    def column(self, value: int) -> int:
+        """The result of a column as this hand writes it."""
+        if not self.slip_rate or (self._random or random).random() >= self.slip_rate:
             return value
-        return max(0, value + self._random.choice((-1, 1)))
+        return max(0, value + (self._random or random).choice((-1, 1)))
+
+    def word(self) -> str:
+        return self._random.choice(WORDS) if self._random else WORDS[0]
 
 
-def chain_sum(entry: Mapping[str, Any], slips: Slips) -> str:
+def chain_sum(entry: Mapping[str, Any], hand: Hand) -> str:
     """`12 + 93 - 8`: a running total, one term at a time."""
     first, *others = re.findall(r"(?:([+-]) )?(-?\d+)", entry["metadata"]["expression"])
     total, lines = int(first[1]), []
     for operator, digits in others:
-        total = _accumulate(total, operator, int(digits), slips, lines)
+        total = _accumulate(total, operator, int(digits), hand, lines)
     return _finish(lines, total)
 
 
-def products(entry: Mapping[str, Any], slips: Slips) -> str:
+def products(entry: Mapping[str, Any], hand: Hand) -> str:
     """`34 * 56`: one partial product for each digit of the second factor, then their sum; any number of factors."""
     first, *others = (int(number) for number in re.findall(r"-?\d+", entry["metadata"]["expression"]))
     total, lines = first, []
     for factor in others:
         sign = -1 if (total < 0) != (factor < 0) else 1
-        lines.append(f"{total} * {factor}")
+        lines.append(f"{hand.word()} {total} * {factor}")
         partials = [
-            _times_digit(abs(total), int(digit), slips, lines) * 10**place
+            _times_digit(abs(total), int(digit), hand, lines) * 10**place
             for place, digit in enumerate(reversed(str(abs(factor))))
         ]
         total = partials[0]
         for partial in partials[1:]:
-            total = _accumulate(total, "+", partial, slips, lines)
+            total = _accumulate(total, "+", partial, hand, lines)
         total *= sign
     return _finish(lines, total)
 
 
-def simple_equations(entry: Mapping[str, Any], slips: Slips) -> str:
+def simple_equations(entry: Mapping[str, Any], hand: Hand) -> str:
     """`5*x - 7 = 28`: the linear equation's constant moved over, then divided by the coefficient."""
     left, right = entry["metadata"]["equation"].split(" = ")
     variable = entry["metadata"]["variable"]
@@ -70,12 +79,12 @@ def simple_equations(entry: Mapping[str, Any], slips: Slips) -> str:
         else:
             constant += value * int(body)
     lines: list[str] = []
-    target = _accumulate(int(right), "-" if constant >= 0 else "+", abs(constant), slips, lines)
+    target = _accumulate(int(right), "-" if constant >= 0 else "+", abs(constant), hand, lines)
     lines.append(f"{slope}*{variable} = {target}")
-    return _finish(lines, slips(abs(target) // abs(slope)) * (-1 if (target < 0) != (slope < 0) else 1))
+    return _finish(lines, hand.column(abs(target) // abs(slope)) * (-1 if (target < 0) != (slope < 0) else 1))
 
 
-WRITERS: dict[str, Callable[[Mapping[str, Any], Slips], str]] = {
+WRITERS: dict[str, Callable[[Mapping[str, Any], Hand], str]] = {
     "chain_sum": chain_sum,
     "products": products,
     "simple_equations": simple_equations,
@@ -86,7 +95,7 @@ def _finish(lines: list[str], answer: int) -> str:
     return "\n".join([*lines, f"Answer: {answer}"])
 
 
-def _accumulate(total: int, operator: str, term: int, slips: Slips, lines: list[str]) -> int:
+def _accumulate(total: int, operator: str, term: int, hand: Hand, lines: list[str]) -> int:
     """Write the lines of `total operator term` and return its (maybe slipped) value."""
     head = f"{total} {operator} {term}"
     signed = term if operator == "+" else -term
@@ -100,8 +109,8 @@ def _accumulate(total: int, operator: str, term: int, slips: Slips, lines: list[
         columns = _subtract
     plain = f"{a} {'+' if columns is _add else '-'} {b}"
     plain = f"-({plain})" if sign < 0 else plain
-    lines.append(head if plain == head else f"{head} = {plain}")
-    result = sign * columns(a, b, slips, lines)
+    lines.append(f"{hand.word()} " + (head if plain == head else f"{head} = {plain}"))
+    result = sign * columns(a, b, hand, lines)
     lines.append(f"= {result}")
     return result
 
@@ -111,34 +120,34 @@ def _digits(number: int, width: int) -> list[int]:
     return [int(digit) for digit in reversed(str(number).rjust(width, "0"))]
 
 
-def _add(a: int, b: int, slips: Slips, lines: list[str]) -> int:
+def _add(a: int, b: int, hand: Hand, lines: list[str]) -> int:
     width = max(len(str(a)), len(str(b)))
     carry, result = 0, 0
     for place, (x, y) in enumerate(zip(_digits(a, width), _digits(b, width), strict=True)):
-        value = slips(x + y + carry)
+        value = hand.column(x + y + carry)
         lines.append(f"{x} + {y}" + (f" + {carry}" if carry else "") + f" = {value}")
         carry, digit = divmod(value, 10)
         result += digit * 10**place
     return result + carry * 10**width
 
 
-def _subtract(a: int, b: int, slips: Slips, lines: list[str]) -> int:
+def _subtract(a: int, b: int, hand: Hand, lines: list[str]) -> int:
     """a - b for a >= b: a column that needs to borrow is written with the ten it borrowed."""
     width = len(str(a))
     borrow, result = 0, 0
     for place, (x, y) in enumerate(zip(_digits(a, width), _digits(b, width), strict=True)):
         taken = borrow
         borrow = int(x - y - taken < 0)
-        value = min(9, slips(x + 10 * borrow - y - taken))
+        value = min(9, hand.column(x + 10 * borrow - y - taken))
         lines.append(f"{x + 10 * borrow} - {y}" + (f" - {taken}" if taken else "") + f" = {value}")
         result += value * 10**place
     return result
 
 
-def _times_digit(number: int, digit: int, slips: Slips, lines: list[str]) -> int:
+def _times_digit(number: int, digit: int, hand: Hand, lines: list[str]) -> int:
     carry, result, width = 0, 0, len(str(number))
     for place, x in enumerate(_digits(number, width)):
-        value = slips(x * digit + carry)
+        value = hand.column(x * digit + carry)
         lines.append(f"{x} * {digit}" + (f" + {carry}" if carry else "") + f" = {value}")
         carry, rest = divmod(value, 10)
         result += rest * 10**place
