@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from bebop.config import ConfigError, GrpoConfig, check_depth, nearest
 
 LOGITS_BUDGET = 2**27  # largest number of logits in one training micro-batch, a fp32 tensor of 512 MiB
+PROBS_DIFF_LIMIT = {"float32": 1e-5, "bfloat16": 0.1}  # on on-policy samples, by the type that policies are loaded in
 POLL_INTERVAL_S = 0.05  # verl's replay buffer looks for finished groups this often; its default is 2 s
 
 
@@ -184,7 +185,7 @@ def overrides(
         "bebop.num_speculative_tokens": rollout.num_speculative_tokens if rollout.speculation == "mtp" else 0,
         "bebop.rule": rollout.rule,
         "bebop.poll_interval_s": POLL_INTERVAL_S,
-        "bebop.probs_diff_limit": grpo.probs_diff_limit,
+        "bebop.probs_diff_limit": grpo.probs_diff_limit or PROBS_DIFF_LIMIT[config.model.dtype],
         "bebop.watchdog_s": grpo.watchdog_s,
         "bebop.keep_checkpoints": grpo.keep_checkpoints,
         "bebop.wandb": config.logger.wandb,
@@ -270,7 +271,7 @@ def _check_key(override: str, known: list[str]) -> None:
         return
     name = key.lstrip("~")
     if name not in known:
-        like = nearest(name, known)
+        like = nearest(name, [key for key in known if key.count(".") == name.count(".")])
         raise ConfigError(f"verl has no key {name}" + (f"; did you mean {like}?" if like else ""))
 
 

@@ -91,6 +91,14 @@ def test_unknown_verl_key_is_answered_with_the_nearest(policy: Policy, tmp_path:
     )
 
 
+def test_probability_limit_follows_the_type_of_the_policy(policy: Policy, tmp_path: Path):
+    def limit(dtype: str, given: float | None = None) -> float:
+        config = grpo_config(model={"dtype": dtype}, grpo={"probs_diff_limit": given})
+        return compose(config, policy, tmp_path).bebop.probs_diff_limit
+
+    assert (limit("float32"), limit("bfloat16"), limit("bfloat16", 0.5)) == (1e-5, 0.1, 0.5)
+
+
 def test_checking_a_config_imports_neither_verl_nor_vllm():
     code = (
         "import sys, bebop.rl, bebop.rl.verl_config\n"

@@ -1,0 +1,174 @@
+"""GRPO on the real verl and the real vLLM: both modes, kill -9 and resume, a killed engine. Three start-ups in all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bebop.monitor import read_steps
+from bebop.rl import checkpoints
+from bebop.rl.run import processes_of
+
+pytestmark = pytest.mark.e2e
+
+START_UP_S = 400.0
+RUN = """
+import json, sys
+from pathlib import Path
+from bebop.config import check
+from bebop.rl import run
+values, run_dir, policy = json.loads(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+print(json.dumps(run(check("grpo", values), run_dir, policy_dir=policy), default=str))
+"""
+
+
+def config(mode: str, **grpo: object) -> dict:
+    reward = Path(__file__).with_name("grpo_reward.py")
+    return {
+        "model": {"name": "tiny"},
+        "data": {"tasks": [{"name": "chain_sum"}], "max_prompt_tokens": 96, "max_response_tokens": 48},
+        "rollout": {"max_model_len": 160, "max_num_seqs": 16, "kv_cache_gib": 0.25, "temperature": 0.9},
+        "trainer": {"mode": mode},
+        "logger": {"wandb": "disabled"},
+        "grpo": {
+            "prompts_per_step": 4,
+            "group_size": 4,
+            "lr": 1e-3,
+            "verl_overrides": [f"reward.custom_reward_function.path='{reward}'"],
+            **grpo,
+        },
+    }
+
+
+def start(values: dict, run_dir: Path, policy: Path) -> subprocess.Popen:
+    words = [sys.executable, "-c", RUN, json.dumps(values), str(run_dir), str(policy)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_step(process: subprocess.Popen, run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + START_UP_S
+    while len(read_steps(run_dir)) < step:
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"no step {step}: {process.communicate()[0]}\n{(run_dir / 'grpo.log').read_text()[-4000:]}")
+        time.sleep(0.1)
+
+
+def no_process_left(run_dir: Path, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while processes_of(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return not processes_of(run_dir)
+
+
+def trained_prompts(run_dir: Path) -> list[list[str]]:
+    lines = (run_dir / "trained_prompts.jsonl").read_text().splitlines()
+    return [json.loads(line)["prompt_ids"] for line in lines]
+
+
+def check_records(run_dir: Path, steps: int) -> None:
+    records = read_steps(run_dir)
+    assert [record.step for record in records] == list(range(1, steps + 1))
+    for record in records:
+        assert record.entropy_nats > 0
+        assert record.reward_mean is not None and 0 <= record.zero_spread_groups <= 1
+        assert record.counts.num_drafts > 0 and len(record.counts.accepted_per_depth) == 3
+        assert 1 < record.acceptance_length < 4
+        assert 0 <= record.staleness_mean <= record.staleness_max
+        assert record.tokens_per_s > 0 and record.step_s > 0 and record.response_length_mean > 0
+        assert record.heads_checksum_engine == record.heads_checksum_trainer
+        assert record.probs_diff_max is None or record.probs_diff_max <= 1e-5
+        assert "rollout/spec_accept_rate" in record.extra and "rollout/spec_accept_length" in record.extra
+    assert len({record.backbone_checksum for record in records}) == steps  # the policy moved at every step
+    assert len({record.heads_checksum_engine for record in records}) == 1  # its frozen heads did not
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(tiny_random: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An asynchronous run of 6 steps that was killed with -9 after its third, and run again to its end."""
+    run_dir = tmp_path_factory.mktemp("async") / "run"
+    values = config("colocate_async", steps=6, save_every=2)
+    first = start(values, run_dir, tiny_random)
+    wait_for_step(first, run_dir, 3)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert no_process_left(run_dir, within_s=20), "the kernel ends a killed run's processes"
+    assert checkpoints.latest(run_dir) == 2
+    second = start(values, run_dir, tiny_random)
+    output, _ = second.communicate(timeout=START_UP_S)
+    assert second.returncode == 0, output
+    assert not processes_of(run_dir)
+    return run_dir
+
+
+@pytest.mark.timeout(900)
+def test_async_run_is_logged_whole_and_serves_the_trainers_heads(killed_and_resumed: Path):
+    check_records(killed_and_resumed, steps=6)
+    records = read_steps(killed_and_resumed)
+    assert records[0].probs_diff_max is not None  # everything is on-policy there
+    assert max(record.staleness_max for record in records) == 1
+
+
+def test_killed_run_repeats_and_skips_no_prompt(killed_and_resumed: Path):
+    from bebop.config import Task
+    from bebop.data.prompts import make_prompts
+
+    trained = trained_prompts(killed_and_resumed)
+    assert [len(prompts) for prompts in trained] == [4] * 6
+    wanted = [prompt.prompt_id for prompt in make_prompts([Task(name="chain_sum")], 24, 0, "rl")]
+    assert sorted(prompt for prompts in trained for prompt in prompts) == sorted(wanted)
+
+
+def test_checkpoint_is_a_policy_with_its_heads_that_vllm_loads(killed_and_resumed: Path, tiny_random: Path):
+    from bebop.config import RolloutSection
+    from bebop.engines import make_engine
+    from bebop.mtp import checkpoint_checksums
+    from bebop.records import Sampling
+
+    policy = checkpoints.policy_dir(killed_and_resumed, 6)
+    last = read_steps(killed_and_resumed)[-1]
+    held = checkpoint_checksums(policy)
+    assert (held.backbone, held.heads) == (last.backbone_checksum, last.heads_checksum_engine)
+    assert held.heads == checkpoint_checksums(tiny_random).heads
+    rollout = RolloutSection(max_model_len=128, max_num_seqs=4, kv_cache_gib=0.25)
+    with make_engine(rollout, policy, seed=0, dtype="float32") as engine:
+        (answer,) = engine.generate([[1, 2, 3]], Sampling(max_tokens=8))
+        assert len(answer.token_ids) <= 8 and engine.checksums() == held
+
+
+@pytest.fixture(scope="module")
+def engine_killed(tiny_random: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float, int]:
+    """A synchronous run whose engine is killed after 4 steps: its folder, output, seconds until it ended, exit code."""
+    run_dir = tmp_path_factory.mktemp("sync") / "run"
+    process = start(config("sync", steps=500, save_every=500), run_dir, tiny_random)
+    wait_for_step(process, run_dir, 4)
+    engines = [pid for pid in processes_of(run_dir) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert engines
+    os.kill(engines[0], signal.SIGKILL)
+    killed_at = time.monotonic()
+    output, _ = process.communicate(timeout=120)
+    return run_dir, output, time.monotonic() - killed_at, process.returncode
+
+
+@pytest.mark.timeout(900)
+def test_killed_engine_ends_the_run_within_a_minute_with_its_error(engine_killed: tuple[Path, str, float, int]):
+    run_dir, output, seconds, code = engine_killed
+    assert code != 0 and seconds < 60
+    assert "EngineDeadError" in output or "engine died" in output.lower(), output
+    assert no_process_left(run_dir, within_s=0)
+
+
+def test_sync_steps_are_on_policy_and_logged(engine_killed: tuple[Path, str, float, int]):
+    run_dir = engine_killed[0]
+    steps = len(read_steps(run_dir))
+    check_records(run_dir, steps)
+    for record in read_steps(run_dir):
+        assert record.staleness_max == 0
+        assert record.probs_diff_max <= 1e-5
