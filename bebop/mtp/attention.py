@@ -8,7 +8,8 @@ columns are merged in by it, so no [T, T] matrix exists. Backward hands flash at
 log-sum-exp: with those, exp(s - lse) is the merged weight of each causal key, and its gradients come out right
 without a gradient through lse.
 
-Shapes: T packed tokens, H heads, E width of a head, C = k - 1 chain columns, B documents padded to L in a group.
+Shapes: T packed tokens, N of them queries, H heads, E width of a head, C = k - 1 chain columns, B documents padded to
+L in a group.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from torch import Tensor
 
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_CUDA = torch.ops.aten._scaled_dot_product_efficient_attention
-_CUDA_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,20 @@ class Documents:
         return cls(tuple(groups))
 
 
-def chain_attention(q: Tensor, k: Tensor, v: Tensor, chain_k: Tensor, chain_v: Tensor, documents: Documents) -> Tensor:
-    """q, k, v [T, H, E]; chain_k, chain_v [T, C, H, E], C = 0 at depth 1 -> [T, H, E]. Scale 1 / sqrt(E)."""
-    return _ChainAttention.apply(q, k, v, chain_k, chain_v, documents)
+def chain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chain_k: Tensor,
+    chain_v: Tensor,
+    documents: Documents,
+    anchors: Tensor | None = None,
+) -> Tensor:
+    """q [N, H, E]; k, v [T, H, E]; chain_k, chain_v [N, C, H, E], C = 0 at depth 1 -> [N, H, E]. Scale 1 / sqrt(E).
+
+    anchors: long [N], the packed rows that the queries stand at, each at most once; None: all of them, in order.
+    """
+    return _ChainAttention.apply(q, k, v, chain_k, chain_v, documents, anchors)
 
 
 def naive_chain_attention(
@@ -78,47 +88,59 @@ def naive_chain_attention(
 
 class _ChainAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, chain_k, chain_v, documents):
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=_statistic(q))
+    def forward(ctx, q, k, v, chain_k, chain_v, documents, anchors):
+        out, lse = torch.empty_like(k), k.new_empty(k.shape[:2], dtype=_statistic(k))
+        everywhere = _spread(q, anchors, len(k))
         for rows, slots, packed in documents.groups:
-            group_out, group_lse = _causal(*(_pad(x, rows) for x in (q, k, v)))
+            group_out, group_lse = _causal(*(_pad(x, rows) for x in (everywhere, k, v)))
             out[packed] = _unpad(group_out, slots)
             lse[packed] = _unpad(group_lse[..., None], slots).squeeze(-1)
+        if anchors is not None:
+            out, lse = out[anchors], lse[anchors]
         weights = None
         if chain_k.shape[1]:
-            scores = (q[:, None] * chain_k).sum(-1).to(lse.dtype) * q.shape[-1] ** -0.5  # [T, C, H]
+            scores = (q[:, None] * chain_k).sum(-1).to(lse.dtype) * q.shape[-1] ** -0.5  # [N, C, H]
             total = torch.logaddexp(lse, scores.logsumexp(1))
             weights = (scores - total[:, None]).exp().to(q.dtype)
             out = out * (lse - total).exp().to(q.dtype)[..., None] + (weights[..., None] * chain_v).sum(1)
             lse = total
         ctx.documents = documents
-        ctx.save_for_backward(q, k, v, chain_k, chain_v, out, lse, weights)
+        ctx.save_for_backward(q, k, v, chain_k, chain_v, out, lse, weights, anchors)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        q, k, v, chain_k, chain_v, out, lse, weights = ctx.saved_tensors
+        q, k, v, chain_k, chain_v, out, lse, weights, anchors = ctx.saved_tensors
         grad_out = grad_out.contiguous()
-        grads = [torch.empty_like(x) for x in (q, k, v)]
+        grads = [torch.empty_like(k) for _ in range(3)]
+        # Rows that no query stands at are zero in all four, and so is what they pass on.
+        all_grad, all_q, all_out, all_lse = (_spread(x, anchors, len(k)) for x in (grad_out, q, out, lse[..., None]))
         for rows, slots, packed in ctx.documents.groups:
             # A padded slot repeats its document's first row: its own query must pass no gradient on.
-            padded_grad = _pad(grad_out, rows, keep=slots)
+            padded_grad = _pad(all_grad, rows, keep=slots)
             parts = _causal_backward(
-                padded_grad, *(_pad(x, rows) for x in (q, k, v, out)), _pad(lse[..., None], rows).squeeze(-1)
+                padded_grad, *(_pad(x, rows) for x in (all_q, k, v, all_out)), _pad(all_lse, rows).squeeze(-1)
             )
             for grad, part in zip(grads, parts, strict=True):
                 grad[packed] = _unpad(part, slots)
+        if anchors is not None:
+            grads[0] = grads[0][anchors]
         if weights is None:
-            return *grads, torch.zeros_like(chain_k), torch.zeros_like(chain_v), None
+            return *grads, torch.zeros_like(chain_k), torch.zeros_like(chain_v), None, None
         scale = q.shape[-1] ** -0.5
-        delta = (grad_out * out).sum(-1)  # [T, H]
-        grad_scores = weights * ((grad_out[:, None] * chain_v).sum(-1) - delta[:, None]) * scale  # [T, C, H]
+        delta = (grad_out * out).sum(-1)  # [N, H]
+        grad_scores = weights * ((grad_out[:, None] * chain_v).sum(-1) - delta[:, None]) * scale  # [N, C, H]
         grads[0] += (grad_scores[..., None] * chain_k).sum(1)
-        return *grads, grad_scores[..., None] * q[:, None], weights[..., None] * grad_out[:, None], None
+        return *grads, grad_scores[..., None] * q[:, None], weights[..., None] * grad_out[:, None], None, None
 
 
 def _statistic(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _spread(x: Tensor, anchors: Tensor | None, total: int) -> Tensor:
+    """[N, ...] at its rows of a zero [T, ...]."""
+    return x if anchors is None else x.new_zeros(total, *x.shape[1:]).index_copy_(0, anchors, x)
 
 
 def _pad(x: Tensor, rows: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -136,19 +158,33 @@ def _unpad(x: Tensor, slots: Tensor) -> Tensor:
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Causal attention of [B, H, L, E] and its log-sum-exp [B, H, L], natural logarithm of the scaled scores."""
-    if q.device.type == "cpu":
-        return _CPU(q, k, v, 0.0, True)
-    if q.device.type == "cuda":
-        out, lse, _, _ = _CUDA(q, k, v, None, True, 0.0, True)
-        return out, lse[..., : q.shape[2]]
-    raise ValueError(f"q: device {q.device}, expected cpu or cuda")
+    return _CPU(q, k, v, 0.0, True) if q.device.type == "cpu" else dense_causal(q, k, v)
 
 
 def _causal_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
     if q.device.type == "cpu":
         return _CPU_BACKWARD(grad, q, k, v, out, lse.contiguous(), 0.0, True)
-    # The kernel reads lse in rows aligned to 32 queries, as its own forward pads them.
-    aligned = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf).contiguous()
-    unused = torch.zeros((), dtype=torch.int64, device=q.device)
-    wanted = [True, True, True, False]
-    return _CUDA_BACKWARD(grad, q, k, v, None, out, aligned, unused, unused, 0.0, wanted, True)[:3]
+    return dense_causal_backward(grad, q, k, v, out, lse)
+
+
+def dense_causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`_causal` on devices without a flash kernel whose log-sum-exp is documented: [B, H, L, L] scores at once."""
+    scores = _scores(q, k)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
+
+
+def dense_causal_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients on q, k, v. out and lse may be those of a longer softmax that these columns are a part of."""
+    weights = (_scores(q, k) - lse[..., None]).exp().to(q.dtype)
+    grad_scores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    return grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """[B, H, L, L] scaled, -inf above the diagonal, in the type of the statistics."""
+    length = q.shape[2]
+    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    return ((q @ k.mT).to(_statistic(q)) * q.shape[-1] ** -0.5).masked_fill(future, -torch.inf)

@@ -13,7 +13,7 @@ Hidden states come to the head after the final norm, since the target logits are
 is enough. Dividing by that norm's weight gives the state before it up to a scale per token, and hidden_layernorm
 forgets scales: the head's input is the engine's.
 
-Shapes: T packed tokens, D width, K depths, V vocabulary.
+Shapes: T packed tokens, N anchors, D width, K depths, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RotaryEmbedding, rotate_half
 
 from bebop.mtp.attention import Documents, chain_attention
 
@@ -42,16 +42,18 @@ class MtpAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, self.num_kv_heads * self.head_dim, bias=True)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, D] -> rotated q, rotated k and v, each [T, num_heads, head_dim]; shared key heads are repeated."""
-        q = self.q_proj(x).view(-1, self.num_heads, self.head_dim)
-        k = self.k_proj(x).view(-1, self.num_kv_heads, self.head_dim)
+    def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [N, D]; cos, sin [N, head_dim] -> rotated q [N, num_heads, head_dim]."""
+        return _rotate(self.q_proj(x).view(-1, self.num_heads, self.head_dim), cos, sin)
+
+    def key_value(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D] -> rotated k, and v, each [T, num_heads, head_dim]; shared key heads are repeated."""
+        k = _rotate(self.k_proj(x).view(-1, self.num_kv_heads, self.head_dim), cos, sin)
         v = self.v_proj(x).view(-1, self.num_kv_heads, self.head_dim)
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
         repeat = self.num_heads // self.num_kv_heads
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-        return q, k, v
+        return k, v
 
 
 class MtpHead(nn.Module):
@@ -90,32 +92,37 @@ class MtpHead(nn.Module):
         cu_seqlens: Tensor,
         position_ids: Tensor,
         depth: int,
+        anchors: Tensor | None = None,
     ) -> Tensor:
         """See `draft_hidden`."""
         documents = Documents.of(cu_seqlens)
-        state = hidden.detach() / self.backbone_norm
-        state = state.to(self.input_proj.weight.dtype)
         embed_weight = embed_weight.detach()
-        positions = torch.arange(len(input_ids), device=input_ids.device)
-        keys = values = None
+        rows = torch.arange(len(input_ids), device=input_ids.device)
+        state = (hidden.detach() / self.backbone_norm).to(self.input_proj.weight.dtype)
         chain_keys: list[Tensor] = []
         chain_values: list[Tensor] = []
         outputs = []
         for k in range(1, depth + 1):
-            tokens = input_ids[(positions + k).clamp(max=len(input_ids) - 1)]
-            rotary_positions = position_ids + k - 1
-            embedding = F.embedding(tokens, embed_weight).masked_fill((rotary_positions == 0)[:, None], 0)
-            x = self.input_proj(torch.cat([self.hidden_layernorm(state), self.token_layernorm(embedding)], -1))
-            cos, sin = self._rotary[0](x, rotary_positions[None])
-            query, key, value = self.self_attn.project(self.input_layernorm(x), cos[0], sin[0])
+            tokens = input_ids[(rows + k).clamp(max=len(input_ids) - 1)]
+            positions = position_ids[rows] + k - 1
+            embedding = F.embedding(tokens, embed_weight).masked_fill((positions == 0)[:, None], 0)
+            x = self.input_proj(
+                torch.cat([self.hidden_layernorm(state), self.token_layernorm(embedding.to(state.dtype))], -1)
+            )
+            normed = self.input_layernorm(x)
+            cos, sin = (table[0] for table in self._rotary[0](x, positions[None]))
             if k == 1:
-                keys, values = key, value
+                # Keys and values are needed at every position, all else at the anchors alone.
+                keys, values = self.self_attn.key_value(normed, cos, sin)
+                if anchors is not None:
+                    rows, x, normed, cos, sin = (tensor[anchors] for tensor in (rows, x, normed, cos, sin))
             else:
+                key, value = self.self_attn.key_value(normed, cos, sin)
                 chain_keys.append(key)
                 chain_values.append(value)
-            attended = chain_attention(
-                query, keys, values, _stack(chain_keys, query), _stack(chain_values, query), documents
-            )
+            query = self.self_attn.query(normed, cos, sin)
+            chain = _stack(chain_keys, query), _stack(chain_values, query)
+            attended = chain_attention(query, keys, values, *chain, documents, anchors)
             x = x + self.self_attn.o_proj(attended.flatten(1))
             x = x + self.mlp(self.post_attention_layernorm(x))
             state = self.final_layernorm(x)
@@ -131,14 +138,17 @@ def draft_hidden(
     cu_seqlens: Tensor,
     position_ids: Tensor,
     depth: int,
+    *,
+    anchors: Tensor | None = None,
 ) -> Tensor:
-    """Hidden states of all draft depths at all positions, teacher-forced on the packed text.
+    """Hidden states of all draft depths, teacher-forced on the packed text.
 
     hidden [T, D] backbone, after its final norm; embed_weight [V, D]; input_ids, position_ids [T] integer; cu_seqlens
-    [B+1]; depth K at least 1. Returns [K, T, D] in the head's dtype; row t of depth k is meaningful where t+k is in
-    t's document, elsewhere it is finite filler. Gradient reaches the head's parameters alone: backbone and embedding
-    are detached here. Raises ValueError naming the argument on wrong shapes, ids outside the vocabulary or a depth
-    below 1.
+    [B+1]; depth K at least 1; anchors long [N], distinct positions to draft at, None for all T.
+    Returns [K, N, D] in the head's dtype, N = T without anchors; row t of depth k is meaningful where t+k is in t's
+    document, elsewhere it is finite filler. Only keys and values are computed outside the anchors. Gradient reaches the
+    head's parameters alone: backbone and embedding are detached here.
+    Raises ValueError naming the argument on wrong shapes, ids outside the vocabulary or a depth below 1.
     """
     total, width = len(input_ids), head.config.hidden_size
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
@@ -157,7 +167,9 @@ def draft_hidden(
             f"input_ids: values {int(input_ids.min())}..{int(input_ids.max())}, "
             f"expected token ids in [0, {embed_weight.shape[0]})"
         )
-    return head(hidden, embed_weight, input_ids, cu_seqlens, position_ids, depth)
+    if anchors is not None:
+        _check_anchors(anchors, total)
+    return head(hidden, embed_weight, input_ids, cu_seqlens, position_ids, depth, anchors)
 
 
 def head_state(head: MtpHead) -> dict[str, Tensor]:
@@ -165,6 +177,20 @@ def head_state(head: MtpHead) -> dict[str, Tensor]:
     return {LAYER_PREFIX + name: tensor.detach() for name, tensor in head.state_dict().items()}
 
 
+def _check_anchors(anchors: Tensor, total: int) -> None:
+    if anchors.dtype != torch.int64 or anchors.dim() != 1:
+        raise ValueError(f"anchors: {anchors.dtype} {list(anchors.shape)}, expected torch.int64 [N]")
+    if len(anchors) and (int(anchors.min()) < 0 or int(anchors.max()) >= total or len(anchors.unique()) < len(anchors)):
+        raise ValueError(
+            f"anchors: {len(anchors)} values {int(anchors.min())}..{int(anchors.max())}, "
+            f"expected distinct positions in [0, {total})"
+        )
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos[:, None] + rotate_half(x) * sin[:, None]
+
+
 def _stack(columns: list[Tensor], like: Tensor) -> Tensor:
-    """C tensors [T, H, E] -> [T, C, H, E]."""
+    """C tensors [N, H, E] -> [N, C, H, E]."""
     return torch.stack(columns, 1) if columns else like.new_empty(like.shape[0], 0, *like.shape[1:])

@@ -11,8 +11,14 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Rot
 
 from bebop.data import anchor_labels, anchors, pack, target_index
 from bebop.losses import head_loss
-from bebop.mtp import MtpHead, checksum, draft_hidden, head_state
-from bebop.mtp.attention import Documents, chain_attention, naive_chain_attention
+from bebop.mtp import MtpHead, attention, checksum, draft_hidden, head_state
+from bebop.mtp.attention import (
+    Documents,
+    chain_attention,
+    dense_causal,
+    dense_causal_backward,
+    naive_chain_attention,
+)
 
 WIDTH, VOCAB, LENGTHS = 24, 19, (1, 9, 4, 30, 2, 17, 5)
 
@@ -44,9 +50,10 @@ def text():
     return torch.randn(len(batch.input_ids), WIDTH).double(), torch.randn(VOCAB, WIDTH).double(), batch
 
 
-def drafts(head, text, depth):
+def drafts(head, text, depth, **kwargs):
     hidden, embed_weight, batch = text
-    return draft_hidden(head, hidden, embed_weight, batch.input_ids, batch.cu_seqlens, batch.position_ids, depth)
+    packed = (batch.input_ids, batch.cu_seqlens, batch.position_ids)
+    return draft_hidden(head, hidden, embed_weight, *packed, depth, **kwargs)
 
 
 def engine_loop(head, hidden, embed_weight, ids, anchor, depth):
@@ -116,6 +123,27 @@ def test_merged_attention_and_its_gradients_equal_one_dense_softmax(columns):
         torch.testing.assert_close(gradient, reference)
 
 
+def test_dense_and_flash_causal_attention_agree_inside_a_longer_softmax():
+    torch.manual_seed(3)
+    q, k, v, grad = (torch.randn(2, 3, 9, 5, dtype=torch.float64) for _ in range(4))
+    out, lse = dense_causal(q, k, v)
+    torch.testing.assert_close((out, lse), attention._causal(q, k, v))
+    longer = (grad, q, k, v, out + 0.1, lse + torch.rand_like(lse))
+    torch.testing.assert_close(dense_causal_backward(*longer), attention._causal_backward(*longer))
+
+
+def test_drafting_at_anchors_alone_gives_the_same_states_and_gradients(head, text):
+    _, _, batch = text
+    at = anchors(batch, 2)[torch.randperm(len(anchors(batch, 2)))]
+    direction = torch.randn(2, len(at), WIDTH, dtype=torch.float64)
+    everywhere = drafts(head, text, 2)[:, at]
+    expected = torch.autograd.grad(everywhere, list(head.parameters()), direction)
+    some = drafts(head, text, 2, anchors=at)
+    torch.testing.assert_close(some, everywhere)
+    torch.testing.assert_close(torch.autograd.grad(some, list(head.parameters()), direction), expected)
+    assert drafts(head, text, 2, anchors=at[:0]).shape == (2, 0, WIDTH)
+
+
 def test_gradient_of_the_end_to_end_loss_matches_finite_differences(head, text):
     """Through the losses, the recursion and the merged attention, on one direction in parameter space."""
     hidden, _, batch = text
@@ -124,7 +152,7 @@ def test_gradient_of_the_end_to_end_loss_matches_finite_differences(head, text):
     weight = torch.randn(VOCAB, WIDTH, dtype=torch.float64) / 3
 
     def loss():
-        return head_loss("e2e_tv", drafts(head, text, 3)[:, at], hidden, weight, index, labels)[0]
+        return head_loss("e2e_tv", drafts(head, text, 3, anchors=at), hidden, weight, index, labels)[0]
 
     loss().backward()
     parameters = list(head.parameters())
@@ -151,7 +179,7 @@ def test_training_moves_the_heads_and_leaves_every_other_tensor_byte_identical(h
     for _ in range(10):
         loss, _ = head_loss(
             "e2e_tv",
-            drafts(head, text, 3)[:, at],
+            drafts(head, text, 3, anchors=at),
             hidden,
             trunk["lm_head"],
             target_index(at, 3),
@@ -177,6 +205,9 @@ def test_bfloat16_head_keeps_float32_rotary_frequencies(head):
 def test_bad_arguments_are_named(head, text):
     hidden, embed_weight, batch = text
     ids, cu, positions = batch.input_ids, batch.cu_seqlens, batch.position_ids
+    for bad in (torch.tensor([0, 0]), torch.tensor([-1]), torch.tensor([len(ids)]), torch.tensor([0.0])):
+        with pytest.raises(ValueError, match=r"^anchors: .*expected"):
+            drafts(head, text, 1, anchors=bad)
     for argument, arguments in (
         ("hidden", (hidden[1:], embed_weight, ids, cu, positions, 3)),
         ("embed_weight", (hidden, embed_weight[:, 1:], ids, cu, positions, 3)),
