@@ -13,10 +13,8 @@ from bebop.sft.batches import TrainBatch
 
 def anchor_rows(head: MtpHead, batch: TrainBatch, embed_weight: Tensor, depth: int) -> Tensor:
     """[K,N,D] the heads' output at the anchors, depth k from the engine's own recursion."""
-    drafts = draft_hidden(
-        head, batch.hidden, embed_weight, batch.input_ids, batch.cu_seqlens, batch.position_ids, depth
-    )
-    return drafts[:, batch.anchors]
+    packed = (batch.input_ids, batch.cu_seqlens, batch.position_ids)
+    return draft_hidden(head, batch.hidden, embed_weight, *packed, depth, anchors=batch.anchors)
 
 
 class HeadObjective(nn.Module):
