@@ -7,11 +7,12 @@ A field's meaning stands above it here and above it in configs/.
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from bebop.wording import field_names, one_line
 
 LossName = Literal["hard_ce", "kl", "reverse_kl", "tv", "e2e_tv", "lk", "lk_hybrid"]
 Rule = Literal["rejection", "target_only", "block"]
@@ -366,38 +367,10 @@ def check_untruncated(rollout: RolloutSection) -> None:
             )
 
 
-def field_names(section: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every dotted key of a config model, sections included."""
-    names = []
-    for name, info in section.model_fields.items():
-        names.append(prefix + name)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            names += field_names(info.annotation, f"{prefix}{name}.")
-    return names
-
-
-def nearest(key: str, known: list[str]) -> str | None:
-    """The known key most like `key`, or None where none is."""
-    found = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return found[0] if found else None
-
-
 def check(command: str, values: dict[str, Any]) -> Run:
     """Turn a composed config into the model of `command`. Raises ConfigError with one line on the first fault."""
     model = COMMANDS[command]
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_one_line(error.errors()[0], field_names(model))) from None
-
-
-def _one_line(fault: dict[str, Any], known: list[str]) -> str:
-    key = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        like = nearest(key, known)
-        return f"{key}={fault['input']!r}: no such key" + (f"; did you mean {like}?" if like else "")
-    if fault["type"] == "missing":
-        return f"{key}: missing; set {key}=<value>"
-    if fault["type"] == "value_error":
-        return str(fault["ctx"]["error"])
-    return f"{key}={fault['input']!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+        raise ConfigError(one_line(error.errors()[0], field_names(model))) from None

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from bebop.config import COMMANDS, ConfigError, FilePath, field_names, nearest
+from bebop.config import COMMANDS, ConfigError, FilePath
+from bebop.wording import field_names, nearest
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
