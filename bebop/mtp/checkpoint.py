@@ -143,9 +143,12 @@ def write_checkpoint(
         },
     }
     (part / PROVENANCE).write_text(json.dumps(record, indent=2))
+    old = dest_dir.with_name(dest_dir.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
     if dest_dir.exists():
-        shutil.rmtree(dest_dir)
+        dest_dir.rename(old)
     part.rename(dest_dir)
+    shutil.rmtree(old, ignore_errors=True)
     return dest_dir
 
 
@@ -171,7 +174,10 @@ def _check_claims(source_dir: Path, config: dict[str, Any], names: set[str]) -> 
     """Config and tensors must tell of the same MTP layers and the same lm_head. Returns the config to write."""
     layers = {name.removeprefix(HEAD_PREFIX).split(".")[0] for name in names if name.startswith(HEAD_PREFIX)}
     if layers and not claimed_layers(config):
-        config = {**config, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": len(layers)}
+        config = {**config, "num_nextn_predict_layers": len(layers)}
+    if layers and config.get("model_type") == "qwen2":
+        # By this name the engine finds the MTP layer; under Qwen2ForCausalLM it would not look for one.
+        config = {**config, "architectures": ["MiMoForCausalLM"]}
     claimed = claimed_layers(config)
     absent = sorted({str(i) for i in range(claimed)} - layers)
     if absent:
