@@ -14,6 +14,7 @@ answer.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -21,9 +22,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+from tqdm import tqdm
 
 from bebop.records import Prompt, Rollout, Sampling
 
@@ -57,19 +60,40 @@ class TextRow:
 class Sampler(Protocol):
     """The part of a rollout engine that distillation needs."""
 
-    def generate(
-        self, prompts: list[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
-    ) -> list[Rollout]: ...
+    async def agenerate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str | None = None
+    ) -> Rollout: ...
 
 
-def self_distill(engine: Sampler, prompts: Sequence[tuple[Prompt, Sequence[int]]], sampling: Sampling) -> list[TextRow]:
+def sample_all(
+    engine: Sampler, prompts: Sequence[Sequence[int]], sampling: Sampling, *, title: str, progress: bool = True
+) -> list[Rollout]:
+    """One response to every prompt (token ids), in their order; request i has the seed sampling.seed + i."""
+
+    async def all_of_them() -> list[Rollout]:
+        with tqdm(total=len(prompts), desc=title, unit="response", disable=not progress) as bar:
+
+            async def one(index: int, prompt: Sequence[int]) -> Rollout:
+                own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
+                rollout = await engine.agenerate(prompt, own)
+                bar.update()
+                return rollout
+
+            return await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts)))
+
+    return asyncio.run(all_of_them())
+
+
+def self_distill(
+    engine: Sampler, prompts: Sequence[tuple[Prompt, Sequence[int]]], sampling: Sampling, *, progress: bool = True
+) -> list[TextRow]:
     """One response of the policy to every prompt.
 
     prompts: each with its token ids. sampling: as rollouts are sampled; its seed makes every request's own. Responses
     that the engine aborted and empty ones are left out. Raises ValueError where none is left.
     """
-    seeds = None if sampling.seed is None else [sampling.seed + i for i in range(len(prompts))]
-    rollouts = engine.generate([list(ids) for _, ids in prompts], sampling, seeds=seeds)
+    ids = [list(ids) for _, ids in prompts]
+    rollouts = sample_all(engine, ids, sampling, title="self-distillation", progress=progress)
     rows = [
         TextRow(p.prompt_id, p.task, r.prompt_ids, r.token_ids, (1,) * len(r.token_ids), r.logprobs)
         for (p, _), r in zip(prompts, rollouts, strict=True)

@@ -12,7 +12,7 @@ import torch
 from bebop.backbone import load_backbone, prepare_policy
 from bebop.config import ConfigError, EvalConfig
 from bebop.data import load_tokenizer, make_prompts, score
-from bebop.data.distill import TextRow, load_parquet
+from bebop.data.distill import TextRow, load_parquet, sample_all
 from bebop.engines import make_engine
 from bebop.evaluate.table import Row, render, rows_of, write_csv
 from bebop.monitor import JsonlSink, write_summary
@@ -113,9 +113,10 @@ def _sample(config: EvalConfig, policy_dir: Path, prompts: Sequence[Sequence[int
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         max_tokens=config.data.max_response_tokens,
+        seed=config.seed,
     )
     with make_engine(rollout, policy_dir, seed=config.seed, dtype=config.model.dtype) as engine:
-        return engine.generate(prompts, sampling, seeds=[config.seed + i for i in range(len(prompts))])
+        return sample_all(engine, prompts, sampling, title="eval")
 
 
 def _row(prompt: Prompt, rollout: Rollout) -> TextRow:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bebop.backbone import prepare_policy
+from bebop.backbone.cache import cache_home
 from bebop.config import ConfigError, SftConfig
 from bebop.monitor import check_wandb, write_summary
 from bebop.monitor.store import read_json
@@ -44,7 +44,7 @@ def run(config: SftConfig, run_dir: Path) -> SftResult:
     if not (run_dir / RESULT).exists():
         policy_dir = prepare_policy(config.model, config.seed)
         times["policy_s"] = time.monotonic() - started
-        text_dir, _ = prepare_text(config, policy_dir, home())
+        text_dir, _ = prepare_text(config, policy_dir, cache_home())
         times["text_s"] = time.monotonic() - started - times["policy_s"]
         train(config, policy_dir, text_dir, run_dir)
         times["train_s"] = time.monotonic() - started - times["policy_s"] - times["text_s"]
@@ -90,8 +90,3 @@ def describe(summary: dict[str, Any]) -> str:
         f"conditional per depth {accepted}\n"
         f"checkpoint {summary['checkpoint']}"
     )
-
-
-def home() -> Path:
-    """Folder of what runs share: $BEBOP_HOME or ~/.cache/bebop."""
-    return Path(os.environ.get("BEBOP_HOME") or Path.home() / ".cache" / "bebop")
