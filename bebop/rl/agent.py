@@ -185,4 +185,8 @@ class LocalReward:
         self.worker = worker
 
     def remote(self, data: Any) -> Any:
+        infos = data.non_tensor_batch.get("extra_info")
+        if infos is not None:  # verl's manager writes into it; an actor would have got a copy
+            for row, info in enumerate(infos):
+                infos[row] = dict(info)
         return self.worker.compute_score(data)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import importlib
 import json
 import os
 import shutil
@@ -18,9 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 START = time.monotonic()
 LOG = "grpo.log"
@@ -78,49 +77,25 @@ def train(run_dir: Path, temp_dir: str, console: Console, fail: Failure) -> None
     with open_dict(config):
         config.ray_kwargs.ray_init._temp_dir = temp_dir
     console.phase("importing verl")
-    from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
+    from verl.experimental.reward_loop.reward_loop import migrate_legacy_reward_impl
+    from verl.trainer.main_ppo import run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
-    from bebop.rl import prewarm, sinks, trainer, watchdog
+    from bebop.rl import runner, sinks, trainer, watchdog
 
     trainer.Safeguards.phase = staticmethod(console.phase)
     sinks.Sinks.console = console.stream
     watchdog.Watchdog.on_stuck = staticmethod(fail.leave)
-    from verl.experimental.reward_loop.reward_loop import migrate_legacy_reward_impl
-
     config = migrate_legacy_reward_impl(config)
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    if config.trainer.device == "cpu":
+        console.phase("importing vLLM")
+        importlib.import_module("bebop.rl.server")  # ahead of Ray, whose first actor needs it
     console.phase("starting Ray")
-    ready = prewarm.start if config.trainer.device == "cpu" else None
-    run_ppo(config, task_runner_class=in_this_process(TaskRunnerV1.__ray_metadata__.modified_class, ready))
-
-
-def in_this_process(runner_class: type, ready: Callable[[], None] | None) -> Any:
-    """What run_ppo needs of a Ray actor class, around an instance that lives here; `ready` is called once Ray is."""
-
-    class Run:
-        def __init__(self, runner: Any) -> None:
-            self.runner = runner
-
-        def remote(self, config: Any) -> Any:
-            import ray
-
-            if ready is not None:
-                ready()
-            return ray.put(self.runner.run(config))
-
-    class Handle:
-        def __init__(self) -> None:
-            self.run = Run(runner_class())
-
-        @classmethod
-        def remote(cls) -> Handle:
-            return cls()
-
-    return Handle
+    run_ppo(config, task_runner_class=runner.InThisProcess)
 
 
 class Failure:

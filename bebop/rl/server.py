@@ -5,12 +5,15 @@ Registered as verl's replica class for "vllm" (`RolloutReplicaRegistry`), in the
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from bebop.rl import early
 
 EXTENSION = "bebop.rl.engine_worker.EngineWorker"
 
@@ -21,6 +24,13 @@ class PolicyServer(vLLMHttpServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._per_depth: dict[str, tuple[int, ...]] = {}
+        self._launch: asyncio.Future | None = None
+
+    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        """verl's, once: a second call waits for the first, see `bebop.rl.early`."""
+        if self._launch is None:
+            self._launch = asyncio.ensure_future(super().launch_server(*args, **kwargs))
+        await self._launch
 
     def _get_worker_extension_cls(self) -> str:
         return EXTENSION
@@ -66,4 +76,4 @@ class PolicyReplica(vLLMReplica):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.server_class = ray.remote(PolicyServer)
+        self.server_class = early.server_class(otherwise=ray.remote(PolicyServer))

@@ -32,7 +32,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from bebop.records import StepRecord
-from bebop.rl import advantage, checkpoints, prewarm
+from bebop.rl import advantage, checkpoints
 from bebop.rl import metrics as step_metrics
 from bebop.rl.agent import PartialRolloutClient, ServerManager
 from bebop.rl.errors import HeadsDiffer, ProbabilitiesDiffer, RolloutFailed
@@ -44,6 +44,7 @@ class Safeguards:
     """Mixed in before one of verl's trainers."""
 
     verl_mode: str
+    queue_ready: Callable[[], object]  # waits for verl's TransferQueue; set by bebop.rl.main
     phase: Callable[[str], None] = staticmethod(lambda text: None)  # tells the console; set by bebop.rl.main
 
     def __init__(self, config: DictConfig) -> None:
@@ -54,6 +55,7 @@ class Safeguards:
         self.submitted = 0  # prompts taken out of the data so far, over all resumes
         self.checksums: dict[str, Any] = {}
         self.gap: float | None = None
+        self.saved: int | None = None
         self.watchdog = Watchdog(config.bebop.watchdog_s)
         super().__init__(config)
         dynamic = bool((config.algorithm.get("filter_groups") or {}).get("enable"))
@@ -82,7 +84,6 @@ class Safeguards:
         raise RolloutFailed(f"{groups} group(s) of responses failed: {last.splitlines()[-1]}\n{last}")
 
     def _init_resource_pool_mgr(self) -> None:
-        prewarm.wait()
         self.phase("starting the trainer's worker")
         super()._init_resource_pool_mgr()
         stock = ray.remote(ActorRolloutRefWorker).__ray_metadata__.class_name
@@ -124,6 +125,7 @@ class Safeguards:
         self._add_prompts_to_generate(self.config.data.train_batch_size)
 
     def _load_checkpoint(self) -> None:
+        self.queue_ready()
         super()._load_checkpoint()
         trained = self.global_steps * self.config.data.train_batch_size
         self.submitted = trained + self._restored_tq_prompt_count
@@ -145,8 +147,7 @@ class Safeguards:
         dest = checkpoints.policy_dir(self.run_dir, step)
         provenance = {"made_by": "bebop.rl", "step": step, "source": str(self.bebop.policy_dir)}
         self.actor_rollout_wg.export_policy(str(self.bebop.policy_dir), str(dest), provenance)
-        checkpoints.mark_complete(self.run_dir, step, submitted=self.submitted)
-        checkpoints.prune(self.run_dir, self.bebop.keep_checkpoints)
+        self.saved = step  # complete once the step's record is on the disk too
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -206,6 +207,9 @@ class Safeguards:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         record, prompt_ids = self._record(batch, metrics, timing_raw, global_steps)
         self.sinks.step(record, prompt_ids, total=self.total_training_steps)
+        if self.saved == global_steps:
+            checkpoints.mark_complete(self.run_dir, global_steps, submitted=self.submitted)
+            checkpoints.prune(self.run_dir, self.bebop.keep_checkpoints)
 
     def _record(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, step: int) -> tuple[StepRecord, list[str]]:
         real = [not tag.get("is_padding", False) for tag in batch.tags]

@@ -14,7 +14,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from bebop.config import ConfigError, GrpoConfig, check_depth, nearest
+from bebop.config import ConfigError, GrpoConfig, check_depth
+from bebop.wording import nearest
 
 LOGITS_BUDGET = 2**27  # largest number of logits in one training micro-batch, a fp32 tensor of 512 MiB
 PROBS_DIFF_LIMIT = {"float32": 1e-5, "bfloat16": 0.1}  # on on-policy samples, by the type that policies are loaded in
@@ -97,6 +98,7 @@ def overrides(
 ) -> dict[str, Any]:
     """verl key -> value, by section of our config."""
     on_cpu = num_gpus == 0
+    flash = not on_cpu and importlib.util.find_spec("flash_attn") is not None
     grpo, data, rollout, trainer = config.grpo, config.data, config.rollout, config.trainer
     micro = micro_batch(grpo.prompts_per_step * grpo.group_size // max(num_gpus, 1), data, policy.vocab_size)
     full = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -115,7 +117,8 @@ def overrides(
         "data.truncation": "error",
         # policy
         "actor_rollout_ref.model.path": str(policy.path),
-        "actor_rollout_ref.model.use_remove_padding": not on_cpu,
+        "actor_rollout_ref.model.use_remove_padding": flash,
+        "actor_rollout_ref.model.override_config.attn_implementation": "flash_attention_2" if flash else "sdpa",
         "actor_rollout_ref.model.enable_gradient_checkpointing": not on_cpu,
         "actor_rollout_ref.actor.strategy": "fsdp2",
         "actor_rollout_ref.actor.optim.lr": grpo.lr,
@@ -207,7 +210,6 @@ def overrides(
         }
     if on_cpu:
         keys |= {
-            "actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
             "actor_rollout_ref.rollout.enforce_eager": True,
             "actor_rollout_ref.rollout.free_cache_engine": False,
             "actor_rollout_ref.rollout.enable_sleep_mode": False,

@@ -30,7 +30,7 @@ class Watchdog:
 
     def start(self, replying: Sequence[Any], living: Sequence[Any]) -> None:
         self._thread = threading.Thread(
-            target=self._watch, args=(list(replying), list(living)), daemon=True, name="bebop-watchdog"
+            target=self._guarded, args=(list(replying), list(living)), daemon=True, name="bebop-watchdog"
         )
         self._thread.start()
 
@@ -41,6 +41,12 @@ class Watchdog:
         """Raise what was found, if anything."""
         if self.fault is not None:
             raise self.fault
+
+    def _guarded(self, replying: list[Any], living: list[Any]) -> None:
+        try:
+            self._watch(replying, living)
+        except Exception as error:
+            self._found(WorkerDied(f"the watchdog itself failed: {type(error).__name__}: {error}"))
 
     def _watch(self, replying: list[Any], living: list[Any]) -> None:
         import ray
