@@ -1,6 +1,45 @@
-"""The sampling rules of speculative decoding as functions of probabilities; no model code (see rules.py, chain.py)."""
+"""The sampling rules of speculative decoding as functions of probabilities; no model code.
+
+rules.py the formulas, chain.py chains, tree*.py trees, warp.py logits to probabilities, streams.py and draws.py random
+numbers and draws, emit.py what a request keeps.
+"""
 
 from bebop.spec.chain import ChainResult, Rule, verify_chain
+from bebop.spec.draws import Sampler, gumbel_max, invert, sample
+from bebop.spec.emit import keep_until_stop
 from bebop.spec.rules import acceptance_ratio, overlap, residual, residual_without
+from bebop.spec.streams import Purpose, Streams, Uniforms
+from bebop.spec.tree import DraftTree, TreeBatch, TreeResult, TreeSpec, grow_tree, verify_tree
+from bebop.spec.tree_grow import Frontier, TreeGrower
+from bebop.spec.tree_verify import TreesResult, verify_trees
+from bebop.spec.warp import token_logprobs, warp
 
-__all__ = ["ChainResult", "Rule", "acceptance_ratio", "overlap", "residual", "residual_without", "verify_chain"]
+__all__ = [
+    "ChainResult",
+    "DraftTree",
+    "Frontier",
+    "Purpose",
+    "Rule",
+    "Sampler",
+    "Streams",
+    "TreeBatch",
+    "TreeGrower",
+    "TreeResult",
+    "TreeSpec",
+    "TreesResult",
+    "Uniforms",
+    "acceptance_ratio",
+    "grow_tree",
+    "gumbel_max",
+    "invert",
+    "keep_until_stop",
+    "overlap",
+    "residual",
+    "residual_without",
+    "sample",
+    "token_logprobs",
+    "verify_chain",
+    "verify_tree",
+    "verify_trees",
+    "warp",
+]

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from bebop.spec import rules
+from bebop.spec.draws import Sampler, sample
+from bebop.spec.streams import Purpose, Streams, Uniforms
 
 Rule = Literal["rejection", "target_only", "block"]
 NO_TOKEN = -1
@@ -38,6 +40,8 @@ def verify_chain(
     *,
     rule: Rule = "rejection",
     generator: torch.Generator | None = None,
+    draws: Uniforms | None = None,
+    sampler: Sampler = "inversion",
     request_ids: Sequence[str] | None = None,
 ) -> ChainResult:
     """Accept a prefix of each draft and emit one token more.
@@ -46,8 +50,10 @@ def verify_chain(
     draft_probs [B, K, V]: what each draft token was sampled from, filters included; for target_only, whose draft is
         deterministic, None (else unread).
     draft_tokens long [B, K]: -1 from the first position without a draft on.
-    generator: accept and final draws are two separate draws from it. The drafts must come from other random numbers;
-        one noise stream for both biases the output.
+    draws: the requests' own random streams in this round (Streams); they fix a request's tokens in any batch. None:
+        fresh streams seeded from generator. The drafts come from the same streams' numbers for Purpose.DRAFT, or from
+        another source, never from the numbers used here; one noise stream for both biases the output.
+    sampler: how the final token is drawn from its distribution.
     request_ids: names for error messages.
 
     Raises ValueError, naming the argument: shapes, ids outside [0, V), a draft behind a -1, rows that are no
@@ -64,7 +70,8 @@ def verify_chain(
     token = draft_tokens.long().clamp(min=0)  # -1 is never an index
     p = target[:, :-1].gather(-1, token.unsqueeze(-1)).squeeze(-1)  # [B, K] p(y)
     q = torch.ones_like(p) if draft is None else draft.gather(-1, token.unsqueeze(-1)).squeeze(-1)
-    u = torch.rand(p.shape, generator=generator, dtype=torch.float64, device=p.device)
+    draws = draws or Streams.from_generator(generator, p.shape[0], p.device)
+    u = draws.uniforms(Purpose.ACCEPT, torch.arange(p.shape[1], device=p.device).unsqueeze(0))
 
     weight = target.new_ones(target.shape[0])
     if rule == "block":
@@ -74,7 +81,7 @@ def verify_chain(
         num_accepted = accepted.long().cumprod(1).sum(1)
 
     final = _final_distribution(target, draft, token, num_accepted, num_drafts, weight)
-    emitted = _sample(final, generator)
+    emitted = sample(final, draws, Purpose.FINAL, num_accepted, sampler)
     position = torch.arange(target.shape[1], device=token.device)
     padded = torch.cat([token, token.new_zeros(token.shape[0], 1)], dim=1)
     tokens = torch.where(position < num_accepted.unsqueeze(1), padded, NO_TOKEN)
@@ -113,12 +120,6 @@ def _final_distribution(
     else:
         rejected = rules.residual(bonus, draft[row, at], weight)
     return torch.where((num_accepted < num_drafts).unsqueeze(1), rejected, bonus)
-
-
-def _sample(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One id per row of [B, V], by an exponential race: a row's zeros can't win, so no id without mass is emitted."""
-    noise = torch.empty_like(probs).exponential_(generator=generator)
-    return (probs / noise.clamp(min=torch.finfo(probs.dtype).tiny)).argmax(-1)
 
 
 def _check_shapes(

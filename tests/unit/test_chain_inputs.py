@@ -77,10 +77,13 @@ def test_shorter_drafts_take_their_bonus_token_behind_their_own_last_draft(rule)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_token_without_mass_is_rejected_even_when_the_uniform_draw_is_0(rule, monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.zeros(*shape, dtype=torch.float64))
+def test_token_without_mass_is_rejected_even_when_the_uniform_draw_is_0(rule):
+    class Zeros:
+        def uniforms(self, purpose, depth, *, rows=None, items=None):
+            return torch.zeros(torch.as_tensor(depth).shape, dtype=torch.float64)
+
     target = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]], dtype=torch.float64)
-    result = verify_chain(target, uniform(1, 1, 2), torch.zeros(1, 1, dtype=torch.long), rule=rule)
+    result = verify_chain(target, uniform(1, 1, 2), torch.zeros(1, 1, dtype=torch.long), rule=rule, draws=Zeros())
     assert result.tokens.tolist() == [[1, -1]]
 
 

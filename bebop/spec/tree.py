@@ -1,0 +1,164 @@
+"""Draft trees: what they are and the functions of one request. The batched cores: tree_grow.py and tree_verify.py.
+
+Rheo: RheoSampling (arXiv 2609.21827). TopK: EAGLE-2/3's dynamic tree (arXiv 2406.16858, 2503.01840), Rheo's tree
+without a probe. RRSw: Rheo's tree, its leads verified before its probe. A tree of width 1 is the plain chain: "rheo"
+drafts it by sampling (rejection sampling), "topk" by argmax (target-only).
+
+Legend: B requests, N nodes (the budget at most), F families (expanded nodes, the root first), S support, V vocabulary.
+Nodes count from 0, parents come before children, then left before right; the root is no node and is written -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Method = Literal["topk", "rheo", "rrsw"]
+NO_NODE = -1
+AUTO_LEADS_ABOVE = 0.3  # leads="auto": 1 above this temperature, else 0, which at temperature 0 is TopK
+
+
+@dataclass(frozen=True)
+class TreeSpec:
+    """Shape of a draft tree. All lengths in tokens or nodes."""
+
+    method: Method = "rheo"
+    width: int = 10  # children per expanded node, and nodes expanded per level
+    depth: int = 8  # levels
+    budget: int = 60  # nodes kept
+    leads: int | Literal["auto"] = "auto"  # m: certain children before the probe; unread for topk
+    support: int = 128  # draft tokens considered per node
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(Method):
+            raise ValueError(f"method={self.method!r}: expected one of {', '.join(get_args(Method))}")
+        for name in ("width", "depth", "budget", "support"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r}: expected an integer, at least 1")
+        if self.leads == "auto":
+            return
+        if not isinstance(self.leads, int) or isinstance(self.leads, bool) or not 0 <= self.leads < self.width:
+            raise ValueError(f"leads={self.leads!r}: expected 'auto' or an integer in [0, width) = [0, {self.width})")
+
+    def leads_at(self, temperature: Tensor) -> Tensor:
+        """m of each request, long, in temperature's shape."""
+        if self.leads != "auto":
+            return torch.full_like(temperature, self.leads, dtype=torch.int64)
+        return (temperature > AUTO_LEADS_ABOVE).long().clamp(max=self.width - 1)
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """B trees of at most N nodes; a row with fewer is padded with token -1 at its end.
+
+    tokens, parents, depths long [B, N]: depth 1 below the root. is_probe bool [B, N]. scores [B, N]: path scores.
+    family long [B, N+1]: of the root, then of each node, the family below it, -1 where it was not expanded.
+    support_ids long [B, F, S] and probe_probs [B, F, S]: what the family's probe was drawn from (qt), 0 on leads; all 0
+    in a family without a probe.
+    """
+
+    method: Method
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    is_probe: Tensor
+    scores: Tensor
+    family: Tensor
+    support_ids: Tensor
+    probe_probs: Tensor
+
+    def ancestors(self) -> Tensor:
+        """bool [B, N, N]: [b, i, j] where j is i or above it. The tree part of the target's attention mask."""
+        row = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        mask = (row == row.unsqueeze(1)).expand(*self.tokens.shape, -1)
+        above = self.parents
+        for _ in range(int(self.depths.max()) - 1):
+            mask = mask | (above.unsqueeze(-1) == row)
+            above = torch.where(above >= 0, self.parents.gather(1, above.clamp(min=0)), NO_NODE)
+        return mask
+
+    def row(self, index: int) -> DraftTree:
+        """The tree of one request, without padding."""
+        size = int((self.tokens[index] >= 0).sum())
+        nodes = (getattr(self, name)[index, :size] for name in ("tokens", "parents", "depths", "is_probe", "scores"))
+        family = self.family[index, : size + 1]
+        return DraftTree(self.method, *nodes, family, self.support_ids[index], self.probe_probs[index])
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """One request's tree: the fields of TreeBatch without their first axis, n nodes."""
+
+    method: Method
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    is_probe: Tensor
+    scores: Tensor
+    family: Tensor
+    support_ids: Tensor
+    probe_probs: Tensor
+
+    def batch(self) -> TreeBatch:
+        return TreeBatch(self.method, *(value.unsqueeze(0) for name, value in vars(self).items() if name != "method"))
+
+
+@dataclass(frozen=True)
+class TreeResult:
+    """tokens long [L]: the accepted path and one token more. path long [L-1]: the accepted nodes, from the root."""
+
+    tokens: Tensor
+    path: Tensor
+
+
+def grow_tree(
+    draft_fn: Callable[[list[tuple[int, ...]]], Tensor],
+    spec: TreeSpec,
+    *,
+    temperature: float,
+    generator: torch.Generator | None = None,
+    **filters: float,
+) -> DraftTree:
+    """Draft the tree of one request, level by level, pruned to the budget.
+
+    draft_fn: token ids below the root, one tuple per node to expand -> the draft's logits [n, V] behind each. Called
+    once per level, first with [()]. filters: top_k, top_p, min_p, as the target's.
+    Raises ValueError naming the argument, as TreeGrower does.
+    """
+    from bebop.spec.streams import Streams
+    from bebop.spec.tree_grow import TreeGrower
+
+    grower = TreeGrower(spec, Streams.from_generator(generator, 1), temperature=temperature, **filters)
+    paths: list[tuple[int, ...]] = [()]
+    for _ in range(spec.depth):
+        keep = grower.frontier.valid[0].nonzero().squeeze(1)
+        wanted = [paths[i] for i in keep.tolist()]
+        logits = draft_fn(wanted)
+        if logits.ndim != 2 or logits.shape[0] != len(wanted):
+            raise ValueError(f"draft_fn: logits {list(logits.shape)} came, expected [n, V] with n = {len(wanted)}")
+        full = logits.new_zeros(len(paths), logits.shape[1])
+        full[keep] = logits
+        grower.expand(full.unsqueeze(0))
+        if grower.frontier is None:
+            break
+        rows, tokens = grower.frontier.parent_rows[0].tolist(), grower.frontier.tokens[0].tolist()
+        paths = [(*paths[row], token) for row, token in zip(rows, tokens, strict=True)]
+    return grower.finish().row(0)
+
+
+def verify_tree(tree: DraftTree, target_probs: Tensor, *, generator: torch.Generator | None = None) -> TreeResult:
+    """Accept a path of one tree and emit one token more; what is emitted is distributed exactly as the target.
+
+    target_probs [n+1, V]: the target at the sampling temperature, row 0 behind the root, row i+1 behind node i.
+    Raises ValueError naming the argument, as verify_trees does.
+    """
+    from bebop.spec.tree_verify import verify_trees
+
+    result = verify_trees(tree.batch(), target_probs.unsqueeze(0), generator=generator)
+    num = int(result.num_accepted[0])
+    return TreeResult(result.tokens[0, : num + 1], result.path[0, :num])
