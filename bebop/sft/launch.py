@@ -43,7 +43,6 @@ def launch(job: Path, run_dir: Path, num_processes: int) -> None:
         for rank in range(num_processes):
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "BEBOP_RENDEZVOUS": rendezvous}
             env = {"OMP_NUM_THREADS": str(threads), **os.environ, **{key: str(value) for key, value in own.items()}}
-            env.pop("LD_PRELOAD", None)  # set for the rollout engine
             command = [sys.executable, "-m", "bebop.sft.worker", str(job)]
             processes.append(subprocess.Popen(command, env=env))
         _wait(processes, run_dir)

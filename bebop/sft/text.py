@@ -14,6 +14,7 @@ from bebop.mtp import checkpoint_checksums
 from bebop.records import Prompt, Sampling
 
 log = logging.getLogger(__name__)
+DISTILL_NUM_SEQS = 256
 
 
 def prepare_text(config: SftConfig, policy_dir: Path, home: Path) -> tuple[Path, dict[str, Any]]:
@@ -70,8 +71,10 @@ def _sample(
     from bebop.engines import make_engine
 
     encoded = {name: encode_prompts(prompts, config.data, tokenizer) for name, prompts in sets.items()}
-    # One pass for all sets, so that the engine stays full; without speculation, as the heads are yet to be trained.
-    rollout = config.rollout.model_copy(update={"speculation": "none"})
+    # One pass for all sets, so that the engine stays full; without speculation, as the heads are yet to be trained, and
+    # with many requests at once, where plain decoding is at its best.
+    at_once = max(config.rollout.max_num_seqs, DISTILL_NUM_SEQS)
+    rollout = config.rollout.model_copy(update={"speculation": "none", "max_num_seqs": at_once})
     sampling = Sampling(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
