@@ -212,15 +212,17 @@ class TreeGrower:
 
 def _support(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The highest logits and their ids, [B, W, S], by (logit, then lowest id)."""
+    values, ids = logits, torch.arange(logits.shape[-1], device=logits.device).expand(logits.shape)
     if size < logits.shape[-1]:
-        values, ids = logits.topk(size, dim=-1)
-        ids, order = ids.sort(dim=-1)
-        values = values.gather(-1, order)
-    else:
-        values, ids = logits, torch.arange(logits.shape[-1], device=logits.device).expand(logits.shape)
+        top, top_ids = logits.topk(size + 1, dim=-1)
+        # topk takes any of equal logits; only where they meet at the edge does that cost a sort of the vocabulary
+        if not bool((top[..., -1] == top[..., -2]).any()):
+            ids, order = top_ids[..., :-1].sort(dim=-1)
+            values = top[..., :-1].gather(-1, order)
     values, order = values.sort(dim=-1, descending=True, stable=True)
-    top = values[..., 0]
-    if not bool(torch.isfinite(top).all()) or bool(values.isnan().any()):
-        row, node = (int(i) for i in (~torch.isfinite(values).any(-1) | values.isnan().any(-1)).nonzero()[0])
+    values, ids = values[..., :size], ids.gather(-1, order[..., :size])
+    bad = ~torch.isfinite(values[..., 0])  # NaN sorts as the largest
+    if bool(bad.any()):
+        row, node = (int(i) for i in bad.nonzero()[0])
         raise ValueError(f"logits: NaN or no finite value in request {row}, frontier node {node}; expected logits")
-    return values, ids.gather(-1, order)
+    return values, ids

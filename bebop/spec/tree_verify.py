@@ -7,6 +7,9 @@ At a node with target p, walking down from the root (arXiv 2609.21827):
     it was pruned, or none   r = p
     then                     draw y ~ r: descend if y is another child that was kept, else emit y and stop
 
+TopK's first child is a probe drawn from a point mass: accepted with p(x_1), then r = norm(p without x_1). It is so that
+a TopK tree of width 1 spends its numbers as the target-only chain does.
+
 Drawing y is the same as trying those children one by one with r(child). RRSw draws among the leads first, y ~ p:
 descend if y is a lead, else p := norm(p without the leads) and on as above.
 
@@ -33,13 +36,17 @@ _SUM_TOLERANCE = {torch.float64: 1e-6}  # of a distribution's sum from 1; else 1
 class TreesResult:
     """tokens long [B, D+1]: accepted path, one token more, then -1. num_accepted long [B].
 
-    path long [B, D]: accepted nodes, then -1; their keys and values are what a cache keeps. Token i of a request was
-    sampled from row 0 of the target (i = 0) or row path[i-1] + 1.
+    path long [B, D]: accepted nodes, then -1; their keys and values are what a cache keeps.
     """
 
     tokens: Tensor
     num_accepted: Tensor
     path: Tensor
+
+    @property
+    def rows(self) -> Tensor:
+        """long [B, D+1]: the target row that each token was sampled from; 0, the root's, behind the last one."""
+        return torch.nn.functional.pad(self.path + 1, (1, 0))
 
 
 @dataclass(frozen=True)
@@ -65,9 +72,9 @@ class NodeLaw:
 def node_law(trees: TreeBatch, at: Tensor, target: Tensor) -> NodeLaw:
     """The choice at row `at` (long [B]; 0 = the root, i + 1 = node i) whose target is [B, V]."""
     here = _children_mask(trees, at)
-    is_probe = here & trees.is_probe
+    is_probe = here if trees.method == "topk" else here & trees.is_probe
     has_probe = is_probe.any(1)
-    probe = torch.where(has_probe, is_probe.long().argmax(1), NO_NODE)
+    probe = torch.where(has_probe, is_probe.long().argmax(1), NO_NODE)  # the first, of TopK's
     leads = None
     if trees.method == "rrsw":
         place = torch.arange(here.shape[1], device=here.device)
@@ -75,7 +82,10 @@ def node_law(trees: TreeBatch, at: Tensor, target: Tensor) -> NodeLaw:
         leads = target * _marked(trees.tokens, is_lead, target)
         target = rules.residual(target, leads)
     token = trees.tokens.gather(1, probe.clamp(min=0).unsqueeze(1)).clamp(min=0)
-    drawn_from = _probe_distribution(trees, at, target) * has_probe.unsqueeze(1)
+    if trees.method == "topk":
+        drawn_from = torch.zeros_like(target).scatter_(1, token, has_probe.unsqueeze(1).to(target.dtype))
+    else:
+        drawn_from = _probe_distribution(trees, at, target) * has_probe.unsqueeze(1)
     residual = torch.where(has_probe.unsqueeze(1), rules.residual(target, drawn_from), target)
     target_there, draft_there = (probs.gather(1, token).squeeze(1) for probs in (target, drawn_from))
     return NodeLaw(leads, probe, target_there, draft_there, residual)

@@ -89,7 +89,7 @@ def _setting(
 ) -> Tensor:
     """The setting against [B, ..., V], checked."""
     dtype = torch.int64 if name == "top_k" else torch.float64 if logits.dtype == torch.float64 else torch.float32
-    value = torch.as_tensor(value, device=logits.device)
+    value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else dtype, device=logits.device)
     if value.ndim > 1 or (value.ndim == 1 and (logits.ndim < 2 or len(value) != logits.shape[0])):
         raise ValueError(f"{name}: shape {list(value.shape)} came, expected a number or one per request of the batch")
     good = value >= low if low_included else value > low

@@ -163,9 +163,8 @@ def emitted_law(model: Model, spec: TreeSpec, *, temperature: float = 1.0) -> La
     tree, mass = torch.cat([part[0] for part in done]), torch.cat([part[1] for part in done])
     draws = {}
     for purpose in numbers:
-        padded = [
-            torch.nn.functional.pad(part[2][purpose], (0, spec.depth + 1 - part[2][purpose].shape[1])) for part in done
-        ]
+        parts = [numbers_there[purpose] for _, _, numbers_there in done]
+        padded = [torch.nn.functional.pad(part, (0, spec.depth + 1 - part.shape[1])) for part in parts]
         draws[purpose] = list(torch.cat(padded).unbind(1))
     result = verify_trees(select(trees, tree), lambda at: targets[tree, at], draws=Fixed(draws))
     emitted, texts = [], torch.zeros(len(tree), dtype=torch.long)
