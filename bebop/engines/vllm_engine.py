@@ -17,6 +17,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -24,12 +25,11 @@ from bebop.config import RolloutSection
 from bebop.engines import vllm_patches
 from bebop.engines.base import EngineDied, EngineError, EngineRefused, Weights
 from bebop.engines.environment import GENERAL, LOG_ENV, applied, cpu_environment, last_error, missing
+from bebop.engines.vllm_arguments import engine_arguments, refuse_block, sampling_values, stamp
 from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
 
 logger = logging.getLogger("bebop.engines")
 
-# vLLM 0.31.0 applies these to the first token of a verification step only, or not at all
-NOT_WITH_SPECULATION = ("min_p", "logit_bias", "min_tokens", "structured_outputs", "logits_processors")
 START_TIMEOUT_S = 600.0
 
 
@@ -94,8 +94,7 @@ class VllmEngine:
         return self._run(self._generate_all(prompts, sampling, seeds, extra or {}))
 
     async def agenerate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Rollout:
-        future = asyncio.run_coroutine_threadsafe(self._one(prompt_ids, sampling, request_id, None, {}), self._loop)
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(self._submit(self._one(prompt_ids, sampling, request_id, None, {})))
 
     async def _generate_all(
         self,
@@ -205,7 +204,10 @@ class VllmEngine:
                 self._spans[state.external_req_id].append((had, self.version))
 
     def checksums(self) -> WeightChecksums:
-        return WeightChecksums(**self._run(self._llm.collective_rpc("bebop_checksums"))[0])
+        return WeightChecksums(**self._run(self._held()))
+
+    async def _held(self) -> dict[str, Any]:
+        return (await self._llm.collective_rpc("bebop_checksums"))[0]
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -213,11 +215,17 @@ class VllmEngine:
         if mode not in ("abort", "keep"):
             raise EngineRefused(f"pause mode {mode!r}: expected abort or keep")
         self._paused = True
-        self._run(self._llm.pause_generation(mode=mode, clear_cache=False))
+        self._run(self._pause(mode))
 
     def resume(self) -> None:
         self._paused = False
-        self._run(self._llm.resume_generation())
+        self._run(self._resume())
+
+    async def _pause(self, mode: Literal["abort", "keep"]) -> None:
+        await self._llm.pause_generation(mode=mode, clear_cache=False)
+
+    async def _resume(self) -> None:
+        await self._llm.resume_generation()
 
     def counts(self) -> DraftCounts:
         return self._counts
@@ -251,8 +259,14 @@ class VllmEngine:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        if not self._thread.is_alive():
+            coroutine.close()
+            raise EngineError("the engine is closed")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def _run(self, coroutine: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self._submit(coroutine)
         try:
             return future.result(timeout)
         except BaseException as error:
@@ -264,14 +278,16 @@ class VllmEngine:
             raise
 
     def _dead(self) -> bool:
-        return self._llm is None or self._llm.errored or any(not process.is_alive() for process in self._processes)
+        return self._llm.errored or any(not process.is_alive() for process in self._processes)
 
     def _translated(self, error: Exception) -> Exception:
         if isinstance(error, EngineError):
             return error
+        if self._llm is None:
+            return EngineRefused(f"vLLM did not start: {last_error(self._log) or _root(error)}{self._see_log()}")
         if self._dead():
             return EngineDied(self._obituary(error))
-        if isinstance(error, (ValueError, TypeError, AttributeError)):
+        if isinstance(error, (ValueError, TypeError)):
             return EngineRefused(f"vLLM refused the request: {_root(error)}")
         return EngineError(_root(error))
 
@@ -281,8 +297,10 @@ class VllmEngine:
             process.join(timeout=2)  # it may still be on its way out
             if process.exitcode is not None and process.exitcode < 0:
                 reason = f"process {process.pid} was killed by signal {-process.exitcode}"
-        where = f"; its log is {self._log}" if self._log.is_file() else ""
-        return f"vLLM's engine died: {reason}{where}"
+        return f"vLLM's engine died: {reason}{self._see_log()}"
+
+    def _see_log(self) -> str:
+        return f"; its log is {self._log}" if self._log.is_file() and self._log.stat().st_size else ""
 
     def _stat_logger(self) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
@@ -303,83 +321,10 @@ class VllmEngine:
         return Counter
 
 
-def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dtype: str) -> dict[str, Any]:
-    """vLLM's engine arguments for a rollout section; pure, apart from asking which platform this is."""
-    arguments: dict[str, Any] = {
-        "model": str(policy_dir),
-        "dtype": dtype,
-        "seed": seed,
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_model_len": rollout.max_model_len,
-        "logprobs_mode": "processed_logprobs",  # at the sampling temperature
-        "worker_extension_cls": "bebop.engines.vllm_worker.WorkerExtension",
-        "disable_log_stats": False,
-        "use_tqdm_on_load": False,
-    }
-    if vllm_patches.on_cpu():
-        # an explicit cache size with eager execution also spares the warm-up
-        arguments |= {
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30),
-            "distributed_executor_backend": "uni",
-        }
-    else:
-        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
-    if rollout.speculation == "mtp":
-        arguments |= {
-            "speculative_config": {
-                "method": "mtp",
-                "num_speculative_tokens": rollout.num_speculative_tokens,
-                "draft_sample_method": "greedy" if rollout.rule == "target_only" else "probabilistic",
-                "rejection_sample_method": "block" if rollout.rule == "block" else "standard",
-            },
-            "per_request_spec_decode_metrics": "detailed",
-        }
-    return arguments
-
-
-def refuse_block(rollout: RolloutSection, *, on_cpu: bool, v2_runner: bool) -> None:
-    """Raise where vLLM would silently draft greedily under block verification."""
-    if rollout.speculation == "mtp" and rollout.rule == "block" and (on_cpu or not v2_runner):
-        where = "on a CPU" if on_cpu else "with vLLM's V1 model runner"
-        raise EngineRefused(
-            f"rollout.rule=block {where}: vLLM would draft greedily without saying so; set rollout.rule=rejection"
-        )
-
-
-def sampling_values(sampling: Sampling, *, speculating: bool, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of vLLM's SamplingParams. Raises EngineRefused for what speculation does not support, by its name."""
-    for name in NOT_WITH_SPECULATION:
-        if speculating and extra.get(name):
-            raise EngineRefused(
-                f"sampling parameter {name}={extra[name]!r} is not supported with speculation; "
-                "drop it or set rollout.speculation=none"
-            )
-    values: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_tokens": sampling.max_tokens,
-        "seed": sampling.seed,
-        "logprobs": 0 if sampling.logprobs else None,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-    }
-    return values | dict(extra)
-
-
-def stamp(num_tokens: int, spans: Sequence[tuple[int, int]], version: int) -> tuple[int, ...]:
-    """Version of each token. spans: (number of tokens there were, their version) at each update, in order."""
-    versions: list[int] = []
-    for had, until in spans:
-        versions += [until] * (min(had, num_tokens) - len(versions))
-    return tuple(versions + [version] * (num_tokens - len(versions)))
-
-
 def _root(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error).strip().split("\n")[0] or type(error).__name__
+    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 async def _cancel_others() -> None:
