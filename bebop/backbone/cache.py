@@ -29,7 +29,7 @@ def content_hash(parts: Mapping[str, Any]) -> str:
 
 
 def cached(name: str, parts: Mapping[str, Any], make: Callable[[Path], None]) -> Path:
-    """The directory `<cache>/policies/<name>-<hash of parts>`, filled by `make(directory)` where it is not yet there."""
+    """The directory `<cache>/policies/<name>-<hash of parts>`, filled by `make(directory)` if it is not there yet."""
     home = cache_home() / "policies"
     home.mkdir(parents=True, exist_ok=True)
     final = home / f"{name}-{content_hash(parts)}"

@@ -7,7 +7,7 @@ needs no mask, and the fast kernels stay in use.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,13 +57,16 @@ class Backbone:
 
 
 def load_backbone(path: Path, *, dtype: torch.dtype, device: str | torch.device = "cpu") -> Backbone:
-    """Load the policy in `path` as a frozen backbone; its MTP layer is left out. Raises ValueError where none is there."""
+    """Load the policy in `path` as a frozen backbone, without its MTP layer. Raises ValueError where there is none."""
     from transformers import Qwen2ForCausalLM
+
+    class Decoder(Qwen2ForCausalLM):
+        _keys_to_ignore_on_load_unexpected: ClassVar = [r"model\.mtp_layers\."]
 
     path = Path(path)
     if not (path / "config.json").is_file():
         raise ValueError(f"policy {path}: no config.json there; expected a Hugging Face directory in the MiMo layout")
-    model = Qwen2ForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    model = Decoder.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     return Backbone(model.to(device))
 
 
@@ -85,12 +88,10 @@ def _rows(lengths: list[int]) -> list[list[int]]:
     """Documents by falling length, in groups whose padded size stays under ROW_TOKENS."""
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if (
-            groups
-            and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= ROW_TOKENS
-            and 2 * lengths[i] > lengths[groups[-1][0]]
-        ):
-            groups[-1].append(i)
+        last = groups[-1] if groups else []
+        width = lengths[last[0]] if last else 0
+        if last and width < 2 * lengths[i] and (len(last) + 1) * width <= ROW_TOKENS:
+            last.append(i)
         else:
             groups.append([i])
     return groups

@@ -1,4 +1,4 @@
-"""Tasks with a verifiable reward: reasoning-gym's data sets and its own verifiers, on the answer that a response ends with."""
+"""Tasks with a verifiable reward: reasoning-gym's data sets, and its verifiers on the answer that ends a response."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dataset(name: str, params: Mapping[str, Any]) -> Any:
 
 
 def worked_solution(task: str, entry: Mapping[str, Any], hand: Hand | None = None) -> str | None:
-    """Steps, then the answer line; None for a task that has no writer. `hand` chooses words and errs, see bebop.data.worked."""
+    """Steps, then the answer line, as `hand` writes them (bebop.data.worked); None for a task without a writer."""
     writer = WRITERS.get(task)
     return writer(entry, hand or Hand()) if writer else None
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from bebop.records import Prompt
 
-# Fixed words of the tasks' questions and of our worked solutions; each becomes one token, with its leading space.
+# Fixed words of the tasks' questions and of our worked solutions; one token each behind a space, a few pieces at
+# the start of a line.
 WORDS = (
     "State the final answer to the following arithmetic problem:",
     "Solve the following multiplication: Give only the result as your final answer.",
@@ -59,7 +60,14 @@ def load_tokenizer(path: Path) -> Any:
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of one prompt: the chat template around one user turn, with the generation prompt."""
+    """Token ids of one prompt: the chat template around one user turn, with the generation prompt.
+
+    Raises ValueError where the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"tokenizer of {tokenizer.name_or_path}: it has no chat template; add chat_template.jinja to the policy"
+        )
     messages = [{"role": "user", "content": prompt.text}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     return list(ids)
