@@ -6,9 +6,11 @@ and the caller's own environment is restored after. A value that the user has se
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from pathlib import Path
 
 from bebop.engines.vllm_patches import PLAIN_WEIGHTS_ENV
 
+PARENT_ENV = "BEBOP_ENGINE_PARENT"  # process id of the engine's owner
 LOG_ENV = "BEBOP_ENGINE_LOG"  # file that the engine process writes its output to
 GENERAL = {
     "HF_HUB_OFFLINE": "1",  # policies are directories on disk
@@ -49,10 +52,20 @@ def intel_openmp() -> Path | None:
     return found if found.exists() else None
 
 
-def redirect_engine_output() -> None:
-    """In a process that an engine spawned: send stdout and stderr to the engine's log, if it has one."""
-    path = os.environ.get(LOG_ENV)
-    if path and multiprocessing.parent_process() is not None:
+def enter_engine_process() -> None:
+    """In the process that bebop's engine spawned: end with the parent, and write stdout and stderr to the log.
+
+    vLLM 0.31.0's engine core outlives a parent that was killed; the kernel ends it here (Linux's PR_SET_PDEATHSIG).
+    Does nothing in any other process.
+    """
+    parent = os.environ.get(PARENT_ENV)
+    if multiprocessing.parent_process() is None or parent is None:
+        return
+    if sys.platform == "linux" and os.getppid() == int(parent):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() == 1:
+        sys.exit("the process that started this engine is gone")
+    if path := os.environ.get(LOG_ENV):
         log = os.open(path, os.O_WRONLY | os.O_APPEND)
         sys.stdout.flush()
         sys.stderr.flush()

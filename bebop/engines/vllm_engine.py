@@ -24,13 +24,14 @@ from typing import Any, Literal, Self
 from bebop.config import RolloutSection
 from bebop.engines import vllm_patches
 from bebop.engines.base import EngineDied, EngineError, EngineRefused, Weights
-from bebop.engines.environment import GENERAL, LOG_ENV, applied, cpu_environment, last_error, missing
+from bebop.engines.environment import GENERAL, LOG_ENV, PARENT_ENV, applied, cpu_environment, last_error, missing
 from bebop.engines.vllm_arguments import engine_arguments, refuse_block, sampling_values, stamp
 from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
 
 logger = logging.getLogger("bebop.engines")
 
 START_TIMEOUT_S = 600.0
+SHUTDOWN_S = 1.0  # the engine core keeps nothing that it would have to save
 
 
 class VllmEngine:
@@ -61,7 +62,8 @@ class VllmEngine:
         on_cpu = vllm_patches.on_cpu()
         # with a log level of the user's choice, the engine's output stays on the terminal
         log = {} if "VLLM_LOGGING_LEVEL" in os.environ else {LOG_ENV: str(self._log)}
-        with applied(missing(GENERAL | log | (cpu_environment() if on_cpu else {}))):
+        own = {PARENT_ENV: str(os.getpid()), **log}
+        with applied(own | missing(GENERAL | (cpu_environment() if on_cpu else {}))):
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -240,7 +242,7 @@ class VllmEngine:
         if llm is not None:
             if all(process.is_alive() for process in self._processes):
                 self._log.unlink(missing_ok=True)  # kept only where it tells of a death
-            self._loop.call_soon_threadsafe(llm.shutdown)
+            self._loop.call_soon_threadsafe(llm.shutdown, SHUTDOWN_S)
             for process in self._processes:
                 process.join(timeout=20)
                 if process.is_alive():

@@ -11,7 +11,7 @@ from __future__ import annotations
 def register() -> None:
     """Apply the fixes that the installed vLLM and platform need. Safe to call any number of times."""
     from bebop.engines import vllm_patches
-    from bebop.engines.environment import redirect_engine_output
+    from bebop.engines.environment import enter_engine_process
 
-    redirect_engine_output()
+    enter_engine_process()
     vllm_patches.apply_all()

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,7 @@ from safetensors.torch import load_file
 from bebop.backbone import random_checkpoint
 from bebop.config import RolloutSection
 from bebop.doctor import exact
-from bebop.engines import EngineDied, EngineRefused, make_engine
+from bebop.engines import EngineDied, EngineError, EngineRefused, make_engine
 from bebop.mtp import checkpoint_checksums, checksum
 from bebop.records import DraftCounts, Sampling
 
@@ -231,5 +233,33 @@ def test_a_killed_engine_ends_the_request_with_its_error_and_leaves_no_process(p
     with pytest.raises(EngineDied):
         engine.generate(PROMPTS, Sampling(max_tokens=2))
     engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match="the engine is closed"):
+        engine.checksums()
     left = [c for c in psutil.Process().children(recursive=True) if c.pid not in before]
     assert not [c for c in left if "resource_tracker" not in " ".join(c.cmdline())]
+
+
+def test_a_killed_owner_takes_its_engine_along(policies, tmp_path):
+    script = tmp_path / "owner.py"
+    script.write_text(
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from bebop.config import RolloutSection\n"
+        "from bebop.engines import make_engine\n"
+        "if __name__ == '__main__':\n"
+        "    engine = make_engine(RolloutSection(kv_cache_gib=0.25, max_model_len=64), Path(sys.argv[1]))\n"
+        "    print(engine.process_ids[0], flush=True)\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    owner = subprocess.run([sys.executable, script, policies[0]], stdout=subprocess.PIPE, text=True, timeout=180)
+    assert owner.returncode == -9
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(int(owner.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not psutil.pid_exists(int(owner.stdout))
+
+
+def test_an_engine_that_cannot_start_says_why(policies):
+    with pytest.raises(EngineRefused, match=r"did not start: .*max_model_len"):
+        make_engine(RolloutSection(max_model_len=100_000), policies[0])
