@@ -1,4 +1,8 @@
-"""The reward: the task's own verifier on the response's text, through verl's `reward.custom_reward_function`."""
+"""The reward: the task's own verifier on the response's text, through verl's `reward.custom_reward_function`.
+
+A coroutine, so that verl calls it on its event loop one at a time: in a thread pool the first calls would race to import
+reasoning-gym. Scoring takes well under a millisecond.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from bebop.data.tasks import score
 from bebop.rl.prompts import unpack
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
+async def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
+) -> float:
     """Score in [0, 1] of a response. `ground_truth` is the prompt as `bebop.rl.prompts.pack` wrote it."""
     return float(score(unpack(ground_truth), solution_str))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,12 @@ import pytest
 from bebop.config import Task
 from bebop.data.prompts import make_prompts
 from bebop.data.tasks import score
+from bebop.rl import reward
 from bebop.rl.prompts import pack, rows, unpack, write_parquet
-from bebop.rl.reward import compute_score
+
+
+def compute_score(*args) -> float:
+    return asyncio.run(reward.compute_score(*args))
 
 
 @pytest.fixture(scope="module")
