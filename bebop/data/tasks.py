@@ -16,6 +16,9 @@ ANSWER = "Answer:"
 
 @lru_cache(maxsize=64)
 def _dataset(name: str, params: str) -> Any:
+    # The package whole before its registry: verifiers run in threads, and a thread that imports the registry alone while
+    # another is still importing the package finds it half filled.
+    import reasoning_gym  # noqa: F401
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if name not in DATASETS:
