@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import threading
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -12,6 +13,7 @@ from bebop.data.worked import WRITERS, Hand
 from bebop.records import Prompt
 
 ANSWER = "Answer:"
+_loading = threading.Lock()
 
 
 @lru_cache(maxsize=64)
@@ -19,7 +21,11 @@ def _dataset(name: str, params: str) -> Any:
     # The package whole before its registry: verifiers run in threads, and a thread that imports the registry alone while
     # another is still importing the package finds it half filled.
     import reasoning_gym  # noqa: F401
-    from reasoning_gym.factory import DATASETS, create_dataset
+    # The package first: it registers the data sets while it loads, and only this form waits for a thread that is
+    # still loading it.
+    with _loading:
+        import reasoning_gym  # noqa: F401
+        from reasoning_gym.factory import DATASETS, create_dataset
 
     if name not in DATASETS:
         like = difflib.get_close_matches(name, DATASETS, n=1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -119,6 +121,17 @@ def _or_none(task, split):
         return make_prompts([task], 5, 0, split)
     except ValueError:
         return []
+
+
+def test_threads_that_score_at_once_in_a_fresh_process_all_find_the_task(repo):
+    script = """
+from concurrent.futures import ThreadPoolExecutor
+from bebop.data.tasks import dataset
+with ThreadPoolExecutor(8) as pool:
+    list(pool.map(lambda i: dataset("chain_sum", {"max_terms": 3 + i}), range(8)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=repo, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-1000:]
 
 
 def test_unknown_split_is_named():
