@@ -18,11 +18,8 @@ _loading = threading.Lock()
 
 @lru_cache(maxsize=64)
 def _dataset(name: str, params: str) -> Any:
-    # The package whole before its registry: verifiers run in threads, and a thread that imports the registry alone while
-    # another is still importing the package finds it half filled.
-    import reasoning_gym  # noqa: F401
-    # The package first: it registers the data sets while it loads, and only this form waits for a thread that is
-    # still loading it.
+    # The package whole before its registry: verifiers run in threads, and a thread that imports the registry alone
+    # while another is still importing the package finds it half filled.
     with _loading:
         import reasoning_gym  # noqa: F401
         from reasoning_gym.factory import DATASETS, create_dataset
