@@ -12,7 +12,8 @@ import torch
 from bebop.backbone import load_backbone, prepare_policy
 from bebop.config import ConfigError, EvalConfig
 from bebop.data import load_tokenizer, make_prompts, score
-from bebop.data.distill import TextRow, load_parquet, sample_all
+from bebop.data.distill import TextRow, sample_all
+from bebop.data.given import load_parquet
 from bebop.engines import make_engine
 from bebop.evaluate.table import Row, render, rows_of, write_csv
 from bebop.monitor import JsonlSink, write_summary

@@ -46,7 +46,3 @@ class TextData:
     def _entropies(self, hidden: HiddenStates, batches: list[IndexedBatch], temperature: float) -> list[float]:
         pairs: Iterator[tuple[TrainBatch, Tensor]] = ((hidden.batch(b), b.packed.loss_mask) for b in batches)
         return sequence_entropies(pairs, self._lm_head.float(), temperature=temperature)
-
-    def epoch_steps(self, grad_accum: int, processes: int) -> float:
-        """Optimizer steps that one pass over the text takes, about."""
-        return self.stream.epoch_length(0) / (grad_accum * processes)

@@ -59,10 +59,6 @@ class BatchStream(Generic[Batch]):
     def _make_epoch(self, epoch: int) -> list[Batch]:
         return self._pack(epoch_order(self._num_sequences, self._seed, epoch))
 
-    def epoch_length(self, epoch: int) -> int:
-        """Micro-batches of an epoch."""
-        return len(self._epoch(epoch))
-
     def micro_batch(self, index: int) -> Batch:
         """Micro-batch `index` of the row."""
         epoch = next((e for e, start in enumerate(self._starts) if start > index), len(self._starts)) - 1

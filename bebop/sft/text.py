@@ -9,7 +9,8 @@ from typing import Any
 
 from bebop.config import Data, SftConfig
 from bebop.data import encode_prompt, load_tokenizer, make_prompts
-from bebop.data.distill import TextRow, load_parquet, require_supervision, self_distill, text_set
+from bebop.data.distill import TextRow, self_distill, text_set
+from bebop.data.given import load_parquet, require_supervision
 from bebop.mtp import checkpoint_checksums
 from bebop.records import Prompt, Sampling
 

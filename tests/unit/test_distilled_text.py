@@ -5,7 +5,8 @@ import pyarrow.parquet as parquet
 import pytest
 
 from bebop.data import load_tokenizer
-from bebop.data.distill import TextRow, load_parquet, read_rows, require_supervision, text_set
+from bebop.data.distill import TextRow, read_rows, text_set
+from bebop.data.given import load_parquet, require_supervision
 from bebop.records import Prompt
 
 CHAT = [
