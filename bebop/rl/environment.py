@@ -6,6 +6,7 @@ has set already is left alone, apart from the keys that make the run bebop's.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,11 @@ from bebop.engines.environment import GENERAL, LOG_ENV, cpu_environment
 
 RUN_ENV = "BEBOP_RUN"  # the run folder; every process of a run carries it, so that all of them can be found and ended
 ENGINE_LOG = "engine.log"
+
+
+def run_tag(run_dir: Path | str | None = None) -> str:
+    """A short name of a run, for sockets and folders that all runs of a machine would share otherwise."""
+    return hashlib.sha256(str(run_dir or os.environ.get(RUN_ENV, "")).encode()).hexdigest()[:10]
 
 
 def run_environment(run_dir: Path, *, on_cpu: bool, base: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -21,6 +21,8 @@ import time
 import traceback
 from pathlib import Path
 
+from bebop.rl.environment import run_tag
+
 START = time.monotonic()
 LOG = "grpo.log"
 ERROR = "error.json"
@@ -52,7 +54,9 @@ def main(run_dir: Path) -> int:
         print(f"{run_dir}: another process trains in this folder", file=sys.stderr)
         return 1
     console = Console(run_dir / LOG)
-    temp_dir = tempfile.mkdtemp(prefix="bebop-ray-")
+    temp_dir = Path(tempfile.gettempdir()) / f"bebop-ray-{run_tag(run_dir)}"
+    shutil.rmtree(temp_dir, ignore_errors=True)  # of a run that was killed
+    temp_dir.mkdir()
     fail = Failure(run_dir)
     try:
         train(run_dir, temp_dir, console, fail)
@@ -68,14 +72,14 @@ def main(run_dir: Path) -> int:
         shutil.rmtree(temp_dir, ignore_errors=True)
 
 
-def train(run_dir: Path, temp_dir: str, console: Console, fail: Failure) -> None:
+def train(run_dir: Path, temp_dir: Path, console: Console, fail: Failure) -> None:
     """Compose nothing, decide nothing: run verl on the config that the caller wrote."""
     from omegaconf import OmegaConf, open_dict
 
     config = OmegaConf.load(run_dir / "verl.yaml")
     OmegaConf.set_struct(config, True)
     with open_dict(config):
-        config.ray_kwargs.ray_init._temp_dir = temp_dir
+        config.ray_kwargs.ray_init._temp_dir = str(temp_dir)
     console.phase("importing verl")
     from verl.experimental.reward_loop.reward_loop import migrate_legacy_reward_impl
     from verl.trainer.main_ppo import run_ppo

@@ -6,6 +6,7 @@ Registered as verl's replica class for "vllm" (`RolloutReplicaRegistry`), in the
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from bebop.rl import early
+from bebop.rl.environment import run_tag
 
 EXTENSION = "bebop.rl.engine_worker.EngineWorker"
 
@@ -23,6 +25,8 @@ class PolicyServer(vLLMHttpServer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # verl names the socket of the weights by Ray's job, which every Ray of its own calls 01000000
+        os.environ["VERL_RAY_JOB_ID"] += f"-{run_tag()}"
         self._per_depth: dict[str, tuple[int, ...]] = {}
         self._launch: asyncio.Future | None = None
 

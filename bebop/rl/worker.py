@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ray
 from torch import Tensor
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.torch_dtypes import PrecisionType
@@ -18,6 +19,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from bebop.mtp import HEAD_PREFIX, checksum, write_checkpoint
 from bebop.mtp.checkpoint import Tensors
+from bebop.rl.environment import run_tag
 
 CHECKSUM_LIMIT = 50_000_000  # parameters; above it the backbone's checksum costs more than it tells
 
@@ -32,6 +34,8 @@ class PolicyWorker(ActorRolloutRefWorker):
         super().init_model()
         speculates = bool(self.config.model.mtp.enable_rollout)
         self.heads = head_tensors(Path(self.config.model.path)) if speculates else {}
+        job = ray.get_runtime_context().get_job_id()
+        self.rollout.zmq_handle = self.rollout.zmq_handle.replace(job, f"{job}-{run_tag()}")  # see bebop.rl.server
         engine = self.actor.engine
         stock = engine.get_per_tensor_param
 
@@ -59,7 +63,12 @@ class PolicyWorker(ActorRolloutRefWorker):
     def export_policy(self, source_dir: str, dest_dir: str, provenance: dict[str, Any]) -> None:
         """Write the policy with its heads as a Hugging Face directory that vLLM loads unchanged; rank 0 writes."""
         source = Tensors(Path(source_dir))
-        tensors = {name: tensor.to("cpu", source[name].dtype) for name, tensor in self._backbone() if name in source}
+        tied = {"lm_head.weight"} - set(source)  # the embedding, which transformers lists twice
+        tensors = {
+            name: tensor.to("cpu", source[name].dtype if name in source else None)
+            for name, tensor in self._backbone()
+            if name not in tied
+        }
         if self.rank == 0:
             tensors |= self.heads
             write_checkpoint(Path(source_dir), Path(dest_dir), tensors, provenance)
