@@ -28,6 +28,7 @@ from bebop.spec.streams import Purpose, Uniforms
 from bebop.spec.tree import NO_NODE, TreeBatch, TreeSpec
 from bebop.spec.warp import Setting, warp
 
+_CHUNK = 32  # of the vocabulary, in the search for its highest tokens
 _ABSENT = -1.0  # score of a slot without a token; true scores are >= 0
 
 
@@ -58,6 +59,7 @@ class Children:
 
 def children(
     logits: Tensor,
+    valid: Tensor,
     spec: TreeSpec,
     draws: Uniforms,
     depth: int,
@@ -66,8 +68,8 @@ def children(
     filters: dict[str, Setting],
     sampler: Sampler = "inversion",
 ) -> Children:
-    """Leads, probe and fills below each frontier node. logits [B, W, V], temperature [B]."""
-    ranked, ids = _support(logits, spec.support)
+    """Leads, probe and fills below each frontier node. logits [B, W, V], valid [B, W], temperature [B]."""
+    ranked, ids = _support(logits, valid, spec.support)
     size = ranked.shape[-1]
     # ranks are the logits'; rounding in the softmax must not let a lower token pass a higher one
     q = ranked.softmax(-1).cummin(-1).values
@@ -132,16 +134,14 @@ class TreeGrower:
         if logits.ndim != 3 or logits.shape[1] != width or not logits.is_floating_point() or 0 in logits.shape:
             came = f"{logits.dtype} {list(logits.shape)}"
             raise ValueError(f"logits: {came} came, expected floats [B, W, V] with W = {width}")
-        logits = logits if logits.dtype == torch.float64 else logits.float()
         batch = logits.shape[0]
         if not self._levels:
             self._start(logits)
         elif batch != frontier.valid.shape[0]:
             raise ValueError(f"logits: {batch} requests came, expected {frontier.valid.shape[0]}")
         valid = self.frontier.valid
-        logits = torch.where(valid.unsqueeze(-1), logits, 0.0)
         settings = {"temperature": self._temperature, "filters": self._filters, "sampler": self.sampler}
-        below = children(logits, spec, self.draws, frontier.depth, **settings)
+        below = children(logits, valid, spec, self.draws, frontier.depth, **settings)
 
         factors = torch.where(valid.unsqueeze(-1), below.factors, _ABSENT)
         scores = torch.where(factors >= 0, self._frontier_scores.unsqueeze(-1) * factors, _ABSENT).flatten(1)
@@ -200,29 +200,47 @@ class TreeGrower:
 
     def _start(self, logits: Tensor) -> None:
         batch, device = logits.shape[0], logits.device
-        temperature = torch.as_tensor(self._temperature, dtype=logits.dtype, device=device)
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        temperature = torch.as_tensor(self._temperature, dtype=dtype, device=device)
         if temperature.shape not in ((), (batch,)):
             raise ValueError(f"temperature: {list(temperature.shape)} came, expected a number or [B] = [{batch}]")
         self._temperature = temperature.expand(batch)
         self._frontier_ids = torch.full((batch, 1), NO_NODE, device=device)
-        self._frontier_scores = torch.ones(batch, 1, dtype=logits.dtype, device=device)
+        self._frontier_scores = torch.ones(batch, 1, dtype=dtype, device=device)
         zero = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.frontier = Frontier(0, zero, zero, zero == 0)
 
 
-def _support(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The highest logits and their ids, [B, W, S], by (logit, then lowest id)."""
+def _support(logits: Tensor, valid: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The highest logits and their ids, [B, W, S], by (logit, then lowest id); all 0 where not valid."""
     values, ids = logits, torch.arange(logits.shape[-1], device=logits.device).expand(logits.shape)
     if size < logits.shape[-1]:
-        top, top_ids = logits.topk(size + 1, dim=-1)
+        top, top_ids = _topk(logits, size + 1)
         # topk takes any of equal logits; only where they meet at the edge does that cost a sort of the vocabulary
         if not bool((top[..., -1] == top[..., -2]).any()):
             ids, order = top_ids[..., :-1].sort(dim=-1)
             values = top[..., :-1].gather(-1, order)
     values, order = values.sort(dim=-1, descending=True, stable=True)
-    values, ids = values[..., :size], ids.gather(-1, order[..., :size])
+    ids = ids.gather(-1, order[..., :size])
+    values = torch.where(valid.unsqueeze(-1), values[..., :size], 0.0)
+    values = values if values.dtype == torch.float64 else values.float()
     bad = ~torch.isfinite(values[..., 0])  # NaN sorts as the largest
     if bool(bad.any()):
         row, node = (int(i) for i in bad.nonzero()[0])
         raise ValueError(f"logits: NaN or no finite value in request {row}, frontier node {node}; expected logits")
     return values, ids
+
+
+def _topk(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """topk of the last axis, faster where it is long: the `num` highest lie in the `num` chunks of highest maxima."""
+    vocabulary = logits.shape[-1]
+    if vocabulary < 2 * _CHUNK * num:
+        return logits.topk(num, dim=-1)
+    if vocabulary % _CHUNK:
+        logits = torch.nn.functional.pad(logits, (0, -vocabulary % _CHUNK), value=-torch.inf)
+    chunks = logits.unflatten(-1, (-1, _CHUNK))
+    best = chunks.amax(-1).topk(num, dim=-1).indices
+    within = torch.arange(_CHUNK, device=logits.device)
+    ids = (best.unsqueeze(-1) * _CHUNK + within).flatten(-2)
+    values, at = logits.gather(-1, ids).topk(num, dim=-1)
+    return values, ids.gather(-1, at)

@@ -201,6 +201,17 @@ def test_probe_comes_from_the_support_alone():
     assert set(trees.tokens.flatten().tolist()) == top and int((trees.probe_probs > 0).sum(-1).max()) == 3
 
 
+@pytest.mark.parametrize("vocabulary", [20_000, 49_152, 151_937])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_support_of_a_large_vocabulary_is_its_highest_logits_ties_by_lowest_id(vocabulary, dtype):
+    """bfloat16 logits tie at the support's edge all the time."""
+    logits = torch.randn(2, 1, vocabulary, generator=torch.Generator().manual_seed(0)).to(dtype)
+    grower = TreeGrower(TreeSpec("rheo", 3, 1, 3, 1), requests(2), temperature=1.0)
+    grower.expand(logits)
+    expected = logits.sort(dim=-1, descending=True, stable=True).indices[..., :128]
+    assert torch.equal(grower.finish().support_ids, expected)
+
+
 def test_scores_are_without_temperature_and_draws_with_it():
     draft, spec = Draft(20, 4), TreeSpec("rheo", 3, 1, 3, 1)
     draws = requests(1)
