@@ -93,7 +93,7 @@ class Data(Section):
     # what prompts are made of
     tasks: list[Task] = Field(min_length=1)
     # prompts to sample for training
-    num_prompts: int = Field(512, ge=1)
+    num_prompts: int = Field(768, ge=1)
     # prompts set aside for scoring while training
     num_heldout: int = Field(64, ge=1)
     # longest response, tokens
@@ -105,8 +105,8 @@ class Data(Section):
 class Loss(Section):
     # training loss of the heads
     name: LossName = "e2e_tv"
-    # loss of the first steps, from cold heads; null: none
-    warmup: LossName | None = None
+    # loss of the first steps, from cold heads; null: none. TV losses learn slowly from cold heads, -log alpha (lk) fast
+    warmup: LossName | None = "lk"
     # share of the steps that use `warmup`
     warmup_share: float = Field(0.3, ge=0, le=1)
     # temperature inside the loss; the rollout's
@@ -121,13 +121,13 @@ class Sft(Section):
     # draft depths to train, 1 to 5
     depth: int = Field(3, ge=1, le=5)
     # optimizer steps
-    steps: int = Field(120, ge=1)
+    steps: int = Field(160, ge=1)
     # peak learning rate of the heads
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(2e-3, gt=0)
     # constant or cosine, after the warm-up
-    lr_schedule: Literal["constant", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "cosine"] = "cosine"
     # share of the steps with a rising learning rate
-    lr_warmup_share: float = Field(0.03, ge=0, le=1)
+    lr_warmup_share: float = Field(0.08, ge=0, le=1)
     # AdamW weight decay
     weight_decay: float = Field(0.0, ge=0)
     # gradient norm clip
