@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"usage: bebop {{{'|'.join(COMMANDS)}}} [hydra overrides] [-m] [--cfg job] [--dry-run]")
         return 0
     command = words.pop(0)
+    # Asked to end, a run ends what it started, as it does on Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if command not in COMMANDS:
             raise ConfigError(f"unknown command {command!r}; there are {', '.join(COMMANDS)}")
