@@ -32,6 +32,9 @@ def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dt
         # an explicit cache size with eager execution also spares the warm-up
         arguments |= {
             "enforce_eager": True,
+            # vLLM 0.31 winds a seeded request's generator back after a partial prefill, which a CPU generator refuses:
+            # the engine dies. Whole prefills need no winding back.
+            "enable_chunked_prefill": False,
             "kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30),
             "distributed_executor_backend": "uni",
         }
