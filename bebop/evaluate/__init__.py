@@ -1,5 +1,5 @@
 """`eval`: a policy with heads, sampled through the engine and scored on what it sampled, side by side."""
 
-from bebop.evaluate.run import run
+from bebop.evaluate.stage import run
 
 __all__ = ["run"]

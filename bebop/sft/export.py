@@ -13,8 +13,8 @@ from bebop.monitor.store import package_versions, read_json
 from bebop.mtp import HEAD_PREFIX, checkpoint_checksums, write_checkpoint
 from bebop.sft.deepspeed_adapter import write_json
 from bebop.sft.job import Job
-from bebop.sft.run import CHECKPOINT, RESULT
 from bebop.sft.scoring import Acceptance
+from bebop.sft.stage import CHECKPOINT, RESULT
 
 
 def export(job: Job, tensors: Mapping[str, Tensor], scored: Acceptance, facts: Mapping[str, Any]) -> None:

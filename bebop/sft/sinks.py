@@ -1,27 +1,36 @@
-"""Where the training's records go: metrics.jsonl always, wandb as the config says. Rank 0 writes, the others don't."""
+"""Where a stage's records go: metrics.jsonl always, wandb as the config says. One process writes, the others don't."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
+from bebop.config import Logger
 from bebop.monitor import JsonlSink, WandbSink
-from bebop.sft.job import Job
 
 
 class Sinks:
-    def __init__(self, job: Job, *, write: bool) -> None:
+    """All sinks of a run as one; a context manager."""
+
+    def __init__(self, logger: Logger, run_dir: Path, *, write: bool = True) -> None:
         self._sinks: list[Any] = []
         if write:
-            logger = job.config.logger
-            self._sinks.append(JsonlSink(job.run_dir))
-            self._sinks.append(WandbSink(logger.wandb, logger.project, logger.name, job.run_dir))
+            self._sinks.append(JsonlSink(run_dir))
+            self._sinks.append(WandbSink(logger.wandb, logger.project, logger.name, run_dir))
 
-    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """kind: "sft" (a training step) or "sft_eval" (held-out text). step: optimizer steps done."""
+    def write(self, kind: str, values: Mapping[str, Any], *, step: int | None = None) -> None:
+        """kind: "sft" (a training step), "sft_eval" (held-out text) or "eval". step: optimizer steps done."""
+        where = {} if step is None else {"step": step}
         for sink in self._sinks:
-            sink.write({"kind": kind, "step": step, **values})
+            sink.write({"kind": kind, **where, **values})
 
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -42,7 +42,7 @@ class Training:
         self.data = TextData(
             job.text_dir, backbone, depth=self.sft.depth, batch_tokens=self.sft.batch_tokens, seed=config.seed
         )
-        self.sinks = Sinks(job, write=self.trainer.rank == 0)
+        self.sinks = Sinks(config.logger, job.run_dir, write=self.trainer.rank == 0)
 
     def run(self) -> None:
         trainer, steps = self.trainer, self.sft.steps
@@ -54,7 +54,7 @@ class Training:
         )
         for step in bar:
             record, done = self._step(step), step + 1
-            self.sinks.write("sft", done, record)
+            self.sinks.write("sft", record, step=done)
             length = f" AL {scored.acceptance_length:.2f}" if scored else ""
             bar.set_postfix_str(f"loss {record['loss']:.3f}{length}")
             if done % self.sft.eval_every == 0 or done == steps:
@@ -130,7 +130,7 @@ class Training:
                 depth=self.sft.depth,
                 temperature=self.loss.temperature,
             )
-        self.sinks.write("sft_eval", done, scored.as_dict())
+        self.sinks.write("sft_eval", scored.as_dict(), step=done)
         return scored
 
 

@@ -16,13 +16,14 @@ from bebop.data.distill import TextRow, sample_all
 from bebop.data.given import load_parquet
 from bebop.engines import make_engine
 from bebop.evaluate.table import Row, render, rows_of, write_csv
-from bebop.monitor import JsonlSink, write_summary
+from bebop.monitor import check_wandb, write_summary
 from bebop.mtp import load_heads
 from bebop.records import DraftCounts, Prompt, Rollout, Sampling
 from bebop.sft.batches import HiddenStates, pack_rows, trainable
 from bebop.sft.launch import device_name
 from bebop.sft.scoring import Acceptance
 from bebop.sft.scoring import score as score_heads
+from bebop.sft.sinks import Sinks
 from bebop.sft.text import encode_prompts
 
 BATCH_TOKENS = 4096
@@ -34,6 +35,7 @@ def run(config: EvalConfig, run_dir: Path) -> dict[str, Any]:
 
     Returns the summary. Raises ConfigError where the policy has no heads.
     """
+    check_wandb(config.logger.wandb)
     policy_dir = prepare_policy(config.model, config.seed)
     head = load_heads(policy_dir)
     if head is None:
@@ -73,8 +75,8 @@ def run(config: EvalConfig, run_dir: Path) -> dict[str, Any]:
         "tasks": per_task,
     }
     write_csv(run_dir / "eval.csv", rows)
-    with JsonlSink(run_dir) as sink:
-        sink.write({"kind": "eval", **summary, "rows": [asdict(row) for row in rows]})
+    with Sinks(config.logger, run_dir) as sinks:
+        sinks.write("eval", {**summary, "rows": [asdict(row) for row in rows]})
     write_summary(run_dir, summary)
     print(render(rows) + "\n" + describe(summary), flush=True)
     return summary
