@@ -30,8 +30,9 @@ def run_environment(run_dir: Path, *, on_cpu: bool, base: Mapping[str, str] | No
         "TOKENIZERS_PARALLELISM": "false",
         "HF_DATASETS_CACHE": str(run_dir / "cache"),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # Ray's 15 lets anything else on the machine starve the run
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        # idle workers that Ray starts ahead would import everything for nothing
+        # idle workers that Ray starts ahead find no use: verl's actors have environments of their own
         "RAY_prestart_worker_first_driver": "0",
         "RAY_enable_worker_prestart": "0",
         # vLLM's V2 runner keeps its drafter where verl 0.9.1 does not look, and would never sync it

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
 from transfer_queue import KVBatchMeta
@@ -31,11 +30,10 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from bebop.records import StepRecord
 from bebop.rl import advantage, checkpoints
-from bebop.rl import metrics as step_metrics
 from bebop.rl.agent import PartialRolloutClient, ServerManager
 from bebop.rl.errors import HeadsDiffer, ProbabilitiesDiffer, RolloutFailed
+from bebop.rl.step_record import on_policy_gap, record_of
 from bebop.rl.watchdog import Watchdog
 from bebop.rl.worker import PolicyWorker
 
@@ -177,7 +175,7 @@ class Safeguards:
             raise ProbabilitiesDiffer(
                 f"step {self.global_steps}: rollout_probs_diff_max={overall}: the engine's log-probabilities are broken"
             )
-        self.gap = self._on_policy_gap(batch)
+        self.gap = on_policy_gap(batch, self.global_steps - 1)
         if self.gap is not None and not self.gap <= self.bebop.probs_diff_limit:
             raise ProbabilitiesDiffer(
                 f"step {self.global_steps}: rollout and trainer probabilities differ by {self.gap:.2e} on samples of"
@@ -186,74 +184,24 @@ class Safeguards:
             )
         return batch
 
-    def _on_policy_gap(self, batch: KVBatchMeta) -> float | None:
-        current = self.global_steps - 1
-        rows = torch.tensor(
-            [tag["min_global_steps"] == current and not tag.get("is_padding", False) for tag in batch.tags]
-        )
-        if not rows.any():
-            return None
-        fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
-        data = tq.kv_batch_get(
-            keys=batch.keys, partition_id=batch.partition_id, select_fields=fields
-        ).to_padded_tensor()
-        return step_metrics.largest_probability_gap(
-            data["old_log_probs"], data["rollout_log_probs"], data["response_mask"], rows
-        )
-
     def _compute_metrics(
         self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, global_steps: int, epoch: int
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
-        record, prompt_ids = self._record(batch, metrics, timing_raw, global_steps)
+        record, prompt_ids = record_of(
+            batch,
+            global_steps,
+            bebop=self.bebop,
+            temperature=self.config.actor_rollout_ref.rollout.temperature,
+            step_s=timing_raw.get("step"),
+            gap=self.gap,
+            checksums=self.checksums,
+            metrics=metrics,
+        )
         self.sinks.step(record, prompt_ids, total=self.total_training_steps)
         if self.saved == global_steps:
             checkpoints.mark_complete(self.run_dir, global_steps, submitted=self.submitted)
             checkpoints.prune(self.run_dir, self.bebop.keep_checkpoints)
-
-    def _record(self, batch: KVBatchMeta, metrics: dict, timing_raw: dict, step: int) -> tuple[StepRecord, list[str]]:
-        real = [not tag.get("is_padding", False) for tag in batch.tags]
-        keys = [key for key, keep in zip(batch.keys, real, strict=True) if keep]
-        tags = [tag for tag, keep in zip(batch.tags, real, strict=True) if keep]
-        wanted = ["rm_scores", "response_mask", "extra_fields", "extra_info", "entropy"]
-        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=wanted)
-        mask = data["response_mask"].to_padded_tensor(0)
-        rewards = data["rm_scores"].to_padded_tensor(0.0).sum(dim=1).tolist()
-        entropy = data["entropy"].to_padded_tensor(0.0) if "entropy" in data else None
-        counts = [step_metrics.counts_of(fields) for fields in _listed(data["extra_fields"])]
-        groups = [key.split("_")[0] for key in keys]
-        lags = step_metrics.staleness(tags, step - 1)
-        lengths = [tag["response_len"] for tag in tags]
-        step_s = timing_raw.get("step")
-        ours, theirs = self.checksums.get("ours", {}), self.checksums.get("theirs", {})
-        infos = dict(zip(groups, _listed(data["extra_info"]), strict=True))
-        record = StepRecord(
-            step=step,
-            entropy_nats=step_metrics.masked_mean(entropy, mask) if entropy is not None else None,
-            counts=step_metrics.pooled(counts),
-            num_speculative_tokens=self.bebop.num_speculative_tokens,
-            acceptance_rule=self.bebop.rule,
-            temperature=self.config.actor_rollout_ref.rollout.temperature,
-            reward_mean=sum(rewards) / len(rewards),
-            zero_spread_groups=step_metrics.zero_spread_share(groups, rewards),
-            staleness_mean=sum(lags) / len(lags),
-            staleness_max=float(max(lags)),
-            tokens_per_s=sum(lengths) / step_s if step_s else None,
-            acceptance_length_mean_of_requests=step_metrics.mean_of_requests(counts),
-            response_length_mean=sum(lengths) / len(lengths),
-            probs_diff_max=self.gap,
-            backbone_checksum=theirs.get("backbone") or None,
-            heads_checksum_trainer=ours.get("heads"),
-            heads_checksum_engine=theirs.get("heads"),
-            step_s=step_s,
-            extra=step_metrics.numbers(metrics),
-        )
-        return record, [info["prompt_id"] for info in infos.values()]
-
-
-def _listed(column: Any) -> list:
-    """A non-tensor column as a list: TransferQueue returns tensordict's stack or its list."""
-    return column.tolist() if hasattr(column, "tolist") else list(column)
 
 
 @register_trainer("bebop_sync")
