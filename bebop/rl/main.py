@@ -22,11 +22,13 @@ import traceback
 from pathlib import Path
 
 from bebop.rl.environment import run_tag
+from bebop.rl.run import end_processes
 
 START = time.monotonic()
 LOG = "grpo.log"
 ERROR = "error.json"
 LOCK = ".lock"
+ORPHANS_S = 5.0  # for what is left after the trainer's process to end by itself
 
 
 class Console:
@@ -47,6 +49,7 @@ class Console:
 
 def main(run_dir: Path) -> int:
     die_with_parent()
+    end_the_rest_after_me(run_dir)
     lock = os.open(run_dir / LOCK, os.O_WRONLY | os.O_CREAT)  # until the process ends
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,6 +125,22 @@ class Failure:
         """End this process although its main thread hangs; the caller ends the others."""
         self.write(error)
         os._exit(1)
+
+
+def end_the_rest_after_me(run_dir: Path) -> None:
+    """Fork a process that waits for the end of this one, be it by kill -9, and then ends what the run left behind.
+
+    Ray's own processes watch each other, apart from its agents, which outlive a raylet that was killed.
+    """
+    reading, writing = os.pipe()
+    if os.fork():
+        os.close(reading)  # `writing` stays open as long as this process lives
+        return
+    os.setsid()
+    os.close(writing)
+    os.read(reading, 1)
+    end_processes(run_dir, grace_s=ORPHANS_S)
+    os._exit(0)
 
 
 def die_with_parent() -> None:
