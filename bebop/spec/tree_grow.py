@@ -8,6 +8,8 @@ temperature, filters included (arXiv 2609.21827):
             where z = 0; for m = 0 it stands first                      m = 0: q(x_1)
     fills   the highest tokens that are neither, up to `width` slots    q(x)
 
+With probes > 1 (not in the paper) there are that many, drawn without replacement, all with the probe's factor.
+
 A node's score is the product of factors along its path. The `width` best nodes of a level are expanded, and the
 `budget` best of all are kept. Ties: higher score, then shallower, then left. The probe's factor does not depend on Y
 and is at least that of any fill, and fills stand to its right. So whether the probe is kept does not depend on which
@@ -76,25 +78,27 @@ def children(
     rank = torch.arange(size, device=logits.device)
     slot = torch.arange(spec.width, device=logits.device)
     if spec.method == "topk":
-        at = slot.expand(*ranked.shape[:2], -1)
-        has_probe = torch.zeros_like(at[..., :1], dtype=torch.bool)
-        leads, proxy, probe_probs = at[..., :1] * 0, q[..., :1], torch.zeros_like(q)
+        order = rank.expand(ranked.shape)
+        num_probes, leads, proxy, probe_probs = rank[:1] * 0, rank[:1] * 0, q[..., :1], torch.zeros_like(q)
     else:
         leads = spec.leads_at(temperature).reshape(-1, 1, 1)
         rest = torch.where(rank < leads, 0.0, warp(ranked, temperature=temperature, **filters))
         mass = rest.sum(-1, keepdim=True)
-        has_probe = mass > 0
-        probe_probs = torch.where(has_probe, rest / torch.where(has_probe, mass, 1.0), 0.0)
-        drawn = sample(probe_probs, draws, Purpose.DRAFT, depth, sampler).unsqueeze(-1)
-        with_probe = torch.where(slot < leads, slot, torch.where(slot - 1 < drawn, slot - 1, slot))
-        with_probe = torch.where(slot == leads, drawn, with_probe)
-        at = torch.where(has_probe, with_probe, slot)
+        probe_probs = rest / torch.where(mass > 0, mass, 1.0)
+        place, num_probes = rank.expand(ranked.shape).to(q.dtype), torch.zeros_like(mass, dtype=torch.long)
+        for number in range(spec.probes):  # without replacement, each at an address of its own
+            drawn = sample(rest, draws, Purpose.DRAFT, depth + number * spec.depth, sampler).unsqueeze(-1)
+            found = rest.gather(-1, drawn) > 0
+            slot_there = leads - 1 + (number + 1) / (spec.probes + 1)  # behind the leads, before what else there is
+            place = place.scatter(-1, drawn, torch.where(found, slot_there, place.gather(-1, drawn)))
+            rest, num_probes = rest.scatter(-1, drawn, 0.0), num_probes + found
+        order = place.sort(dim=-1).indices
         last_lead = q.gather(-1, (leads - 1).clamp(min=0, max=size - 1).expand(*q.shape[:2], 1))
         off_leads = torch.where(rank < leads, 0.0, q).sum(-1, keepdim=True)  # a float sum is >= each of its terms
         proxy = torch.where(leads == 0, last_lead, torch.minimum(last_lead, off_leads))
-    is_probe = has_probe & (slot == leads)
-    exists = at < size
-    at = at.clamp(max=size - 1)
+    exists = slot < size
+    at = order[..., slot.clamp(max=size - 1)]
+    is_probe = ((slot >= leads) & (slot < leads + num_probes) & exists).expand_as(at)
     factors = torch.where(is_probe, proxy, q.gather(-1, at))
     return Children(ids.gather(-1, at), is_probe, torch.where(exists, factors, _ABSENT), ids, probe_probs)
 
@@ -188,6 +192,7 @@ class TreeGrower:
         family = torch.where(present, family_of.gather(1, best + 1), NO_NODE)
         return TreeBatch(
             method=self.spec.method,
+            num_probes=self.spec.probes,
             tokens=torch.where(present, joined("tokens").gather(1, best), -1),
             parents=torch.where(present, node_of.gather(1, joined("parents").gather(1, best) + 1), NO_NODE),
             depths=torch.where(present, depths[best], 0),

@@ -7,6 +7,8 @@ At a node with target p, walking down from the root (arXiv 2609.21827):
     it was pruned, or none   r = p
     then                     draw y ~ r: descend if y is another child that was kept, else emit y and stop
 
+Several probes are judged in turn, each against the r that the one before left and the qt without those before.
+
 TopK's first child is a probe drawn from a point mass: accepted with p(x_1), then r = norm(p without x_1). It is so that
 a TopK tree of width 1 spends its numbers as the target-only chain does.
 
@@ -54,41 +56,53 @@ class NodeLaw:
     """The random choice at one node of each request; the first that happens wins.
 
     1. a lead v with probability leads[v], [B, V] (RRSw alone, else None);
-    2. the probe, node `probe` [B] (-1: none), with probability `accept` [B]; as a draw: u * probe_draft < probe_target;
+    2. the probes in turn, nodes `probes` [B, L] (-1: none), each with probability `accept` [B, L]; as a draw:
+       u * probe_draft < probe_target;
     3. a token from `residual` [B, V].
     """
 
     leads: Tensor | None
-    probe: Tensor
+    probes: Tensor
     probe_target: Tensor
     probe_draft: Tensor
     residual: Tensor
 
     @property
     def accept(self) -> Tensor:
-        return torch.where(self.probe >= 0, rules.acceptance_ratio(self.probe_target, self.probe_draft), 0.0)
+        return torch.where(self.probes >= 0, rules.acceptance_ratio(self.probe_target, self.probe_draft), 0.0)
 
 
 def node_law(trees: TreeBatch, at: Tensor, target: Tensor) -> NodeLaw:
     """The choice at row `at` (long [B]; 0 = the root, i + 1 = node i) whose target is [B, V]."""
     here = _children_mask(trees, at)
     is_probe = here if trees.method == "topk" else here & trees.is_probe
-    has_probe = is_probe.any(1)
-    probe = torch.where(has_probe, is_probe.long().argmax(1), NO_NODE)  # the first, of TopK's
     leads = None
     if trees.method == "rrsw":
         place = torch.arange(here.shape[1], device=here.device)
-        is_lead = here & (place < probe.unsqueeze(1))  # no probe: none
+        first = torch.where(is_probe.any(1), is_probe.long().argmax(1), NO_NODE)
+        is_lead = here & (place < first.unsqueeze(1))  # no probe: none
         leads = target * _marked(trees.tokens, is_lead, target)
         target = rules.residual(target, leads)
-    token = trees.tokens.gather(1, probe.clamp(min=0).unsqueeze(1)).clamp(min=0)
-    if trees.method == "topk":
-        drawn_from = torch.zeros_like(target).scatter_(1, token, has_probe.unsqueeze(1).to(target.dtype))
-    else:
-        drawn_from = _probe_distribution(trees, at, target) * has_probe.unsqueeze(1)
-    residual = torch.where(has_probe.unsqueeze(1), rules.residual(target, drawn_from), target)
-    target_there, draft_there = (probs.gather(1, token).squeeze(1) for probs in (target, drawn_from))
-    return NodeLaw(leads, probe, target_there, draft_there, residual)
+    count = is_probe.long().cumsum(1)
+    drawn_from = None if trees.method == "topk" else _probe_distribution(trees, at, target)
+    found = []
+    for number in range(1, trees.num_probes + 1):
+        this = is_probe & (count == number)
+        has_probe = this.any(1)
+        probe = this.long().argmax(1)
+        token = trees.tokens.gather(1, probe.unsqueeze(1)).clamp(min=0)
+        if drawn_from is None:
+            draft = torch.zeros_like(target).scatter_(1, token, 1.0)
+        else:
+            draft = drawn_from
+            drawn_from = drawn_from.scatter(1, token, 0.0)  # without replacement
+            mass = drawn_from.sum(1, keepdim=True)
+            drawn_from = drawn_from / torch.where(mass > 0, mass, 1.0)
+        found.append((torch.where(has_probe, probe, NO_NODE), target.gather(1, token), draft.gather(1, token)))
+        target = torch.where(has_probe.unsqueeze(1), rules.residual(target, draft), target)
+    probes = torch.stack([probe for probe, _, _ in found], dim=1)
+    target_there, draft_there = (torch.cat([entry[i] for entry in found], dim=1) for i in (1, 2))
+    return NodeLaw(leads, probes, target_there, draft_there, target)
 
 
 def child_with_token(trees: TreeBatch, at: Tensor, tokens: Tensor) -> Tensor:
@@ -124,9 +138,10 @@ def verify_trees(
         p = rows(at)
         law = node_law(trees, at, p)
         y = sample(law.residual, draws, Purpose.FINAL, level, sampler)
-        accept = draws.uniforms(Purpose.ACCEPT, level) * law.probe_draft.double() < law.probe_target.double()
-        probe_token = trees.tokens.gather(1, law.probe.clamp(min=0).unsqueeze(1)).squeeze(1)
-        y = torch.where(accept & (law.probe >= 0), probe_token, y)
+        u = draws.uniforms(Purpose.ACCEPT, level, items=trees.num_probes)
+        accept = (u * law.probe_draft.double() < law.probe_target.double()) & (law.probes >= 0)
+        first = law.probes.gather(1, accept.long().argmax(1, keepdim=True)).clamp(min=0)
+        y = torch.where(accept.any(1), trees.tokens.gather(1, first).squeeze(1), y)
         if law.leads is not None:
             lead = invert(p, draws.uniforms(Purpose.LEAD, level))
             is_lead = law.leads.gather(1, lead.unsqueeze(1)).squeeze(1) > 0

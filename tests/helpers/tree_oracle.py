@@ -62,13 +62,13 @@ class Law:
 class Fixed:
     """Given uniform numbers: one tensor per purpose, depth along the last axis or in a list."""
 
-    numbers: dict[Purpose, list[Tensor]]
+    numbers: dict[Purpose, list[Tensor] | dict[int, Tensor]]
 
     def uniforms(self, purpose: Purpose, depth: int, *, rows: int | None = None, items: int | None = None) -> Tensor:
         return self.numbers[purpose][depth]
 
 
-def grow(model: Model, spec: TreeSpec, uniforms: list[Tensor], temperature: float, levels: int) -> tuple:
+def grow(model: Model, spec: TreeSpec, uniforms: dict[int, Tensor], temperature: float, levels: int) -> tuple:
     """A grower with `levels` levels below the root, and the texts of its frontier, [A, W]."""
     grower = TreeGrower(spec, Fixed({Purpose.DRAFT: uniforms}), temperature=temperature)
     texts = torch.zeros(len(uniforms[0]) if uniforms else 1, 1, dtype=torch.long)
@@ -96,7 +96,7 @@ def probe_law(logits: Tensor, spec: TreeSpec, temperature: float) -> Tensor:
 
 def all_trees(model: Model, spec: TreeSpec, temperature: float) -> tuple[TreeBatch, Tensor]:
     """Every tree that can be drafted, [A], with its probability, [A]."""
-    uniforms: list[Tensor] = []
+    uniforms: dict[int, Tensor] = {}
     mass = torch.ones(1, dtype=torch.float64)
     for level in range(spec.depth):
         grower, texts = grow(model, spec, uniforms, temperature, level)
@@ -104,16 +104,21 @@ def all_trees(model: Model, spec: TreeSpec, temperature: float) -> tuple[TreeBat
         law = probe_law(model.draft[level][texts], spec, temperature) * valid.unsqueeze(-1)
         if spec.method == "topk":
             law = law * 0
-        law[..., 0] += law.sum(-1) == 0  # no draw: one branch of probability 1
-        chosen = torch.empty(len(mass), 0, dtype=torch.float64)
         rows = torch.arange(len(mass))
-        for node in range(law.shape[1]):
-            branch, rank = (law[rows, node] > 0).nonzero(as_tuple=True)
-            rows, chosen, mass = rows[branch], chosen[branch], mass[branch]
-            probability = law[rows, node, rank]
-            middle = law[rows, node].cumsum(-1)[torch.arange(len(rows)), rank] - probability / 2
-            chosen, mass = torch.cat([chosen, middle.unsqueeze(1)], dim=1), mass * probability
-        uniforms = [*(u[rows] for u in uniforms), chosen]
+        for number in range(spec.probes):
+            law = law / torch.where(law.sum(-1, keepdim=True) > 0, law.sum(-1, keepdim=True), 1.0)
+            chosen = torch.empty(len(rows), 0, dtype=torch.float64)
+            for node in range(law.shape[1]):
+                there = law[:, node].clone()
+                there[:, 0] += there.sum(-1) == 0  # no draw: one branch of probability 1
+                branch, rank = (there > 0).nonzero(as_tuple=True)
+                probability = there[branch, rank]
+                middle = there[branch].cumsum(-1)[torch.arange(len(branch)), rank] - probability / 2
+                chosen, mass = torch.cat([chosen[branch], middle.unsqueeze(1)], dim=1), mass[branch] * probability
+                rows, law = rows[branch], law[branch]
+                uniforms = {address: u[branch] for address, u in uniforms.items()}
+                law[torch.arange(len(rows)), node, rank] = 0.0
+            uniforms[level + number * spec.depth] = chosen
     grower, _ = grow(model, spec, uniforms, temperature, spec.depth)
     trees = grower.finish()
     if len(trees.tokens) != len(mass):  # nothing depends on a draw
@@ -136,7 +141,7 @@ def target_rows(model: Model, trees: TreeBatch) -> Tensor:
 
 
 def select(trees: TreeBatch, rows: Tensor) -> TreeBatch:
-    return replace(trees, **{name: value[rows] for name, value in vars(trees).items() if name != "method"})
+    return replace(trees, **{name: value[rows] for name, value in vars(trees).items() if isinstance(value, Tensor)})
 
 
 def emitted_law(model: Model, spec: TreeSpec, *, temperature: float = 1.0) -> Law:
@@ -145,6 +150,7 @@ def emitted_law(model: Model, spec: TreeSpec, *, temperature: float = 1.0) -> La
     targets = target_rows(model, trees)
     tree, at = torch.arange(len(mass)), torch.zeros(len(mass), dtype=torch.long)
     numbers = {purpose: torch.empty(len(mass), 0, dtype=torch.float64) for purpose in Purpose}
+    numbers[Purpose.ACCEPT] = torch.empty(len(mass), 0, spec.probes, dtype=torch.float64)
     done: list[tuple[Tensor, Tensor, dict[Purpose, Tensor]]] = []
     for _ in range(spec.depth + 1):
         parts = _branches(select(trees, tree), at, targets[tree, at])
@@ -164,7 +170,10 @@ def emitted_law(model: Model, spec: TreeSpec, *, temperature: float = 1.0) -> La
     draws = {}
     for purpose in numbers:
         parts = [numbers_there[purpose] for _, _, numbers_there in done]
-        padded = [torch.nn.functional.pad(part, (0, spec.depth + 1 - part.shape[1])) for part in parts]
+        padded = [
+            torch.cat([part, part.new_zeros(len(part), spec.depth + 1 - part.shape[1], *part.shape[2:])], 1)
+            for part in parts
+        ]
         draws[purpose] = list(torch.cat(padded).unbind(1))
     result = verify_trees(select(trees, tree), lambda at: targets[tree, at], draws=Fixed(draws))
     emitted, texts = [], torch.zeros(len(tree), dtype=torch.long)
@@ -192,18 +201,25 @@ def _branches(
         lead_number = middle.gather(1, other.unsqueeze(1)).squeeze(1)
         row, token = (law.leads > 0).nonzero(as_tuple=True)
         child = child_with_token(select(trees, row), at[row], token)
-        numbers = {Purpose.LEAD: middle[row, token], Purpose.ACCEPT: half[row], Purpose.FINAL: half[row]}
+        numbers = {
+            Purpose.LEAD: middle[row, token],
+            Purpose.ACCEPT: (1.0 + law.accept[row]) / 2,
+            Purpose.FINAL: half[row],
+        }
         parts.append((row, law.leads[row, token], child, numbers))
         not_lead = torch.where((target * (law.leads == 0)).sum(-1) > 0, not_lead, 0.0)
-    accept = law.accept
-    row = ((accept > 0) & (not_lead > 0)).nonzero().squeeze(1)
-    numbers = {Purpose.LEAD: lead_number[row], Purpose.ACCEPT: accept[row] / 2, Purpose.FINAL: half[row]}
-    parts.append((row, (not_lead * accept)[row], law.probe[row], numbers))
-    rejected = not_lead * (1.0 - accept)
+    rejected, accepts = not_lead, (1.0 + law.accept) / 2  # numbers that reject every probe
+    for number, accept in enumerate(law.accept.unbind(1)):
+        row = ((accept > 0) & (rejected > 0)).nonzero().squeeze(1)
+        this = accepts[row].clone()
+        this[:, number] = accept[row] / 2
+        numbers = {Purpose.LEAD: lead_number[row], Purpose.ACCEPT: this, Purpose.FINAL: half[row]}
+        parts.append((row, (rejected * accept)[row], law.probes[row, number], numbers))
+        rejected = rejected * (1.0 - accept)
     row, token = ((law.residual > 0) & (rejected > 0).unsqueeze(1)).nonzero(as_tuple=True)
     middle = law.residual.cumsum(-1) - law.residual / 2
     child = child_with_token(select(trees, row), at[row], token)
-    numbers = {Purpose.LEAD: lead_number[row], Purpose.ACCEPT: (1 + accept[row]) / 2, Purpose.FINAL: middle[row, token]}
+    numbers = {Purpose.LEAD: lead_number[row], Purpose.ACCEPT: accepts[row], Purpose.FINAL: middle[row, token]}
     parts.append((row, rejected[row] * law.residual[row, token], child, numbers))
     return [(row, chance, child, {Purpose.DRAFT: half[row], **numbers}) for row, chance, child, numbers in parts]
 

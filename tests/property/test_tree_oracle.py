@@ -60,6 +60,27 @@ def test_random_trees_leave_the_target_unchanged(part):
         assert law.total_variation <= EXACT, (spec, kinds, law.total_variation)
 
 
+@pytest.mark.parametrize("draft", ["dense", "ties", "zeros", "one_hot"])
+@pytest.mark.parametrize("method", ["rheo", "rrsw"])
+def test_two_probes_per_node_leave_the_target_unchanged(method, draft):
+    """Drawn without replacement and judged in turn, each against what was left of draft and target."""
+    for seed, (vocabulary, depth, width, budget, leads) in enumerate(
+        [
+            (5, 1, 4, 4, 1),
+            (5, 1, 4, 2, 1),
+            (4, 2, 2, 4, 0),
+            (4, 2, 3, 5, 1),
+            (3, 2, 3, 6, 1),
+            (6, 1, 5, 4, 2),
+            (5, 1, 3, 3, 0),
+        ]
+    ):
+        for target in ("dense", "zeros"):
+            spec = TreeSpec(method, width, depth, budget, leads, probes=2)
+            law = emitted_law(random_model(vocabulary, depth, seed, draft, target), spec, temperature=0.8)
+            assert law.total_variation <= EXACT, (spec, law.total_variation)
+
+
 def test_enumerated_trees_are_of_all_kinds():
     """The cases above would prove little if probes were never pruned, kept, or expanded."""
     trees, mass = all_trees(random_model(4, 3, 2), TreeSpec("rheo", 3, 3, 9, 1), 1.0)

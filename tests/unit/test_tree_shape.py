@@ -263,7 +263,9 @@ def test_verification_reads_only_the_rows_on_the_path_when_given_a_function():
         ({"depth": 1.5}, "depth=1.5"),
         ({"budget": -1}, "budget=-1"),
         ({"support": True}, "support=True"),
-        ({"width": 4, "leads": 4}, r"leads=4: expected 'auto' or an integer in \[0, width\) = \[0, 4\)"),
+        ({"width": 4, "leads": 4}, r"leads=4: expected 'auto' or an integer in \[0, width - probes\] = \[0, 3\]"),
+        ({"width": 4, "leads": 2, "probes": 3}, r"leads=2: .* = \[0, 1\]"),
+        ({"width": 4, "probes": 5}, "probes=5: expected at most width = 4"),
         ({"leads": "two"}, "leads='two'"),
     ],
 )
