@@ -9,9 +9,9 @@ from bebop.spec.draws import Sampler, gumbel_max, invert, sample
 from bebop.spec.emit import keep_until_stop
 from bebop.spec.rules import acceptance_ratio, overlap, residual, residual_without
 from bebop.spec.streams import Purpose, Streams, Uniforms
-from bebop.spec.tree import DraftTree, TreeBatch, TreeResult, TreeSpec, grow_tree, verify_tree
-from bebop.spec.tree_grow import Frontier, TreeGrower
-from bebop.spec.tree_verify import TreesResult, verify_trees
+from bebop.spec.tree import DraftTree, TreeBatch, TreeResult, TreeSpec
+from bebop.spec.tree_grow import Frontier, TreeGrower, grow_tree
+from bebop.spec.tree_verify import TreesResult, verify_tree, verify_trees
 from bebop.spec.warp import token_logprobs, warp
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Draft trees: what they are and the functions of one request. The batched cores: tree_grow.py and tree_verify.py.
+"""Draft trees: what they are. How they are grown and verified: tree_grow.py and tree_verify.py.
 
 Rheo: RheoSampling (arXiv 2609.21827). TopK: EAGLE-2/3's dynamic tree (arXiv 2406.16858, 2503.01840), Rheo's tree
 without a probe. RRSw: Rheo's tree, its leads verified before its probe. A tree of width 1 is the plain chain: "rheo"
@@ -10,7 +10,6 @@ Nodes count from 0, parents come before children, then left before right; the ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -33,7 +32,8 @@ class TreeSpec:
     leads: int | Literal["auto"] = "auto"  # m: certain children before the probe; unread for topk
     support: int = 128  # draft tokens considered per node
     # Sampled children per node; 1 in the paper. A second one helps weak drafts and costs good ones: acceptance length
-    # 2.584 -> 2.640 and 3.608 -> 3.457 on two random Markov models (V 200, depth 6, 40 nodes, m = 1, standard error .01).
+    # 2.584 -> 2.640 and 3.608 -> 3.457 on two random Markov models (V 200, depth 6, 40 nodes, m = 1, standard error
+    # .01). All of a node's probes have the first one's score, so they crowd out fills.
     probes: int = 1
 
     def __post_init__(self) -> None:
@@ -126,51 +126,3 @@ class TreeResult:
 
     tokens: Tensor
     path: Tensor
-
-
-def grow_tree(
-    draft_fn: Callable[[list[tuple[int, ...]]], Tensor],
-    spec: TreeSpec,
-    *,
-    temperature: float,
-    generator: torch.Generator | None = None,
-    **filters: float,
-) -> DraftTree:
-    """Draft the tree of one request, level by level, pruned to the budget.
-
-    draft_fn: token ids below the root, one tuple per node to expand -> the draft's logits [n, V] behind each. Called
-    once per level, first with [()]. filters: top_k, top_p, min_p, as the target's.
-    Raises ValueError naming the argument, as TreeGrower does.
-    """
-    from bebop.spec.streams import Streams
-    from bebop.spec.tree_grow import TreeGrower
-
-    grower = TreeGrower(spec, Streams.from_generator(generator, 1), temperature=temperature, **filters)
-    paths: list[tuple[int, ...]] = [()]
-    for _ in range(spec.depth):
-        keep = grower.frontier.valid[0].nonzero().squeeze(1)
-        wanted = [paths[i] for i in keep.tolist()]
-        logits = draft_fn(wanted)
-        if logits.ndim != 2 or logits.shape[0] != len(wanted):
-            raise ValueError(f"draft_fn: logits {list(logits.shape)} came, expected [n, V] with n = {len(wanted)}")
-        full = logits.new_zeros(len(paths), logits.shape[1])
-        full[keep] = logits
-        grower.expand(full.unsqueeze(0))
-        if grower.frontier is None:
-            break
-        rows, tokens = grower.frontier.parent_rows[0].tolist(), grower.frontier.tokens[0].tolist()
-        paths = [(*paths[row], token) for row, token in zip(rows, tokens, strict=True)]
-    return grower.finish().row(0)
-
-
-def verify_tree(tree: DraftTree, target_probs: Tensor, *, generator: torch.Generator | None = None) -> TreeResult:
-    """Accept a path of one tree and emit one token more; what is emitted is distributed exactly as the target.
-
-    target_probs [n+1, V]: the target at the sampling temperature, row 0 behind the root, row i+1 behind node i.
-    Raises ValueError naming the argument, as verify_trees does.
-    """
-    from bebop.spec.tree_verify import verify_trees
-
-    result = verify_trees(tree.batch(), target_probs.unsqueeze(0), generator=generator)
-    num = int(result.num_accepted[0])
-    return TreeResult(result.tokens[0, : num + 1], result.path[0, :num])

@@ -20,14 +20,15 @@ Legend: B requests, W nodes expanded at this level, K width, S support, V vocabu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bebop.spec.draws import Sampler, sample
-from bebop.spec.streams import Purpose, Uniforms
-from bebop.spec.tree import NO_NODE, TreeBatch, TreeSpec
+from bebop.spec.streams import Purpose, Streams, Uniforms
+from bebop.spec.tree import NO_NODE, DraftTree, TreeBatch, TreeSpec
 from bebop.spec.warp import Setting, warp
 
 _CHUNK = 32  # of the vocabulary, in the search for its highest tokens
@@ -214,6 +215,38 @@ class TreeGrower:
         self._frontier_scores = torch.ones(batch, 1, dtype=dtype, device=device)
         zero = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.frontier = Frontier(0, zero, zero, zero == 0)
+
+
+def grow_tree(
+    draft_fn: Callable[[list[tuple[int, ...]]], Tensor],
+    spec: TreeSpec,
+    *,
+    temperature: float,
+    generator: torch.Generator | None = None,
+    **filters: float,
+) -> DraftTree:
+    """Draft the tree of one request, level by level, pruned to the budget.
+
+    draft_fn: token ids below the root, one tuple per node to expand -> the draft's logits [n, V] behind each. Called
+    once per level, first with [()]. filters: top_k, top_p, min_p, as the target's.
+    Raises ValueError naming the argument, as TreeGrower does.
+    """
+    grower = TreeGrower(spec, Streams.from_generator(generator, 1), temperature=temperature, **filters)
+    paths: list[tuple[int, ...]] = [()]
+    for _ in range(spec.depth):
+        keep = grower.frontier.valid[0].nonzero().squeeze(1)
+        wanted = [paths[i] for i in keep.tolist()]
+        logits = draft_fn(wanted)
+        if logits.ndim != 2 or logits.shape[0] != len(wanted):
+            raise ValueError(f"draft_fn: logits {list(logits.shape)} came, expected [n, V] with n = {len(wanted)}")
+        full = logits.new_zeros(len(paths), logits.shape[1])
+        full[keep] = logits
+        grower.expand(full.unsqueeze(0))
+        if grower.frontier is None:
+            break
+        rows, tokens = grower.frontier.parent_rows[0].tolist(), grower.frontier.tokens[0].tolist()
+        paths = [(*paths[row], token) for row, token in zip(rows, tokens, strict=True)]
+    return grower.finish().row(0)
 
 
 def _support(logits: Tensor, valid: Tensor, size: int) -> tuple[Tensor, Tensor]:

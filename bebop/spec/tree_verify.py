@@ -29,7 +29,7 @@ from torch import Tensor
 from bebop.spec import rules
 from bebop.spec.draws import Sampler, invert, sample
 from bebop.spec.streams import Purpose, Streams, Uniforms
-from bebop.spec.tree import NO_NODE, TreeBatch
+from bebop.spec.tree import NO_NODE, DraftTree, TreeBatch, TreeResult
 
 _SUM_TOLERANCE = {torch.float64: 1e-6}  # of a distribution's sum from 1; else 1e-3
 
@@ -156,6 +156,17 @@ def verify_trees(
         if not bool(active.any()):
             break
     return TreesResult(tokens, (path >= 0).sum(1), path)
+
+
+def verify_tree(tree: DraftTree, target_probs: Tensor, *, generator: torch.Generator | None = None) -> TreeResult:
+    """Accept a path of one tree and emit one token more; what is emitted is distributed exactly as the target.
+
+    target_probs [n+1, V]: the target at the sampling temperature, row 0 behind the root, row i+1 behind node i.
+    Raises ValueError naming the argument, as verify_trees does.
+    """
+    result = verify_trees(tree.batch(), target_probs.unsqueeze(0), generator=generator)
+    num = int(result.num_accepted[0])
+    return TreeResult(result.tokens[0, : num + 1], result.path[0, :num])
 
 
 def _children_mask(trees: TreeBatch, at: Tensor) -> Tensor:
