@@ -115,6 +115,8 @@ class Failure:
         if self.path.exists():
             return
         text = str(error).strip() or type(error).__name__
+        if isinstance(error, (SystemExit, KeyboardInterrupt)):
+            text = "stopped by a signal; the same command with the same run_dir goes on"
         details = "".join(traceback.format_exception(error))
         print(details, file=sys.stderr, flush=True)
         part = self.path.with_suffix(".part")
