@@ -54,9 +54,11 @@ class TinyModel(Section):
     # tokens per optimizer step
     pretrain_batch_tokens: int = Field(1024, ge=256)
     # share of that training, from its start, on solutions without errors
-    slip_free_share: float = Field(0.5, ge=0, le=1)
-    # mean share of columns that are off by one after that, none to twice as many by the word that opens an addition
-    slip_rate: float = Field(0.18, ge=0, lt=0.5)
+    guess_free_share: float = Field(0.5, ge=0, le=1)
+    # share of a solution's columns that are guessed after that, not worked out: what RL can unlearn
+    guess_share: float = Field(0.5, ge=0, le=1)
+    # share of the guessed columns that are off by one: the policy's errors when it samples
+    slip_rate: float = Field(0.3, ge=0, le=1)
     # what it is trained on; every task needs a worked-solution writer
     tasks: list[Task] = Field(
         default_factory=lambda: [

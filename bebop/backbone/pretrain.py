@@ -2,8 +2,8 @@
 
 A plain loop: padded batches of like length (right padding under causal attention needs no mask), cosine
 schedule, Muon for the layers' matrices: in the same two minutes AdamW alone does not learn to copy digits. The
-later part of the training reads solutions with slips (bebop.data.worked): the columns are learnt first, then how often
-they go wrong, so that the policy is nearly always right when greedy and wrong a chosen share of the time at T = 1.
+later part of the training reads solutions with guesses (bebop.data.worked): the columns are learnt first, then how often
+they are guessed and go wrong, so that the policy errs a chosen share of the time at T = 1.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ POOL = 32  # batches whose examples are sorted by length together
 
 
 def worked_examples(
-    tokenizer: Any, tasks: Sequence[Task], n: int, seed: int, slip_rates: Sequence[float]
+    tokenizer: Any, tasks: Sequence[Task], n: int, seed: int, guess_shares: Sequence[float], slip_rate: float
 ) -> list[Example]:
-    """`n` examples of split `pretrain`, example i with slips at slip_rates[i].
+    """`n` examples of split `pretrain`, example i with guess_shares[i] of its columns guessed.
 
     Raises ValueError on a task without a writer.
     """
@@ -44,8 +44,8 @@ def worked_examples(
             )
     prompts = make_prompts(tasks, n, seed, "pretrain", solutions=False)
     texts = [
-        worked_solution(prompt.task, prompt.entry, Hand(rate, f"{seed}/{i}"))
-        for i, (prompt, rate) in enumerate(zip(prompts, slip_rates, strict=True))
+        worked_solution(prompt.task, prompt.entry, Hand(share, slip_rate, f"{seed}/{i}"))
+        for i, (prompt, share) in enumerate(zip(prompts, guess_shares, strict=True))
     ]
     responses = tokenizer(texts, add_special_tokens=False)["input_ids"]
     examples = []
@@ -152,12 +152,12 @@ def init_weights(model: Any, seed: int) -> None:
 
 def _batches(tokenizer: Any, tiny: TinyModel, seed: int, rng: random.Random) -> list[tuple[Tensor, Tensor]]:
     """[B, T] token ids and [B, T] labels (-100 on prompt and padding) of every optimizer step, in order."""
-    probe = worked_examples(tokenizer, tiny.tasks, 256, seed + 1, [0.0] * 256)
+    probe = worked_examples(tokenizer, tiny.tasks, 256, seed + 1, [0.0] * 256, 0.0)
     per_batch = max(1, round(tiny.pretrain_batch_tokens * len(probe) / sum(len(ids) for ids, _ in probe)))
     total = per_batch * tiny.pretrain_steps
-    clean = int(total * tiny.slip_free_share)
-    rates = [0.0] * clean + [tiny.slip_rate] * (total - clean)
-    examples = worked_examples(tokenizer, tiny.tasks, total, seed, rates)
+    clean = int(total * tiny.guess_free_share)
+    shares = [0.0] * clean + [tiny.guess_share] * (total - clean)
+    examples = worked_examples(tokenizer, tiny.tasks, total, seed, shares, tiny.slip_rate)
     batches = []
     for at in range(0, total, POOL * per_batch):
         pool = sorted(examples[at : at + POOL * per_batch], key=lambda example: len(example[0]))

@@ -1,10 +1,9 @@
 """Worked solutions: the steps that lead to an answer, written column by column, then the line `Answer: <number>`.
 
 Every step is short enough to be learnt by a tiny model: a column adds or subtracts single digits, with the carry or
-borrow of the column before it. `Hand` makes a share of the columns off by one and carries the error through, as a
-careless human would, and the word that opens an addition tells how careless: none after the first of `WORDS`, most
-after the last. A policy trained on such text is often wrong when it samples, and reinforcement learning has two things
-to find: which way of working pays, and fewer slips. Without slips every solution ends with the right answer.
+borrow of the column before it. `Hand` works a column out (`7 + 8 = 15`) or guesses it (`7 + 8 ~ 14`), gets a share of the
+guesses wrong by one and carries the error through, as a careless human would. A policy trained on such text often errs
+when it samples, and reinforcement learning finds that working out pays. Without guesses every answer is right.
 """
 
 from __future__ import annotations
@@ -15,33 +14,31 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 WORDS = ("First", "Now", "Then", "Next", "So")
+WORKED_OUT, GUESSED = "=", "~"
 
 
 class Hand:
-    """Whoever writes a solution: chooses words, and gets a share of the columns wrong by one.
+    """Whoever writes a solution: chooses words, guesses a share of the columns, and gets a share of the guesses wrong.
 
-    After word i of n the share is 2 * slip_rate * i / (n - 1), so that `slip_rate` is its mean over words. Without a
-    seed the word is always the first, and nothing slips.
+    Without a seed the word is always the first and every column is worked out.
     """
 
-    def __init__(self, slip_rate: float = 0.0, seed: int | str | None = None) -> None:
-        if not 0 <= slip_rate < 0.5:
-            raise ValueError(f"slip_rate={slip_rate}: expected a mean share of columns, at least 0 and below 0.5")
-        self.slip_rate = slip_rate
+    def __init__(self, guess_share: float = 0.0, slip_rate: float = 0.0, seed: int | str | None = None) -> None:
+        for name, value in (("guess_share", guess_share), ("slip_rate", slip_rate)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name}={value}: expected a share, 0 to 1")
+        self.guess_share, self.slip_rate = guess_share, slip_rate
         self._random = None if seed is None else random.Random(seed)
-        self._careless = 0.0
 
-    def column(self, value: int) -> int:
-        """The result of a column as this hand writes it."""
-        if self._random is None or self._random.random() >= self._careless:
-            return value
-        return max(0, value + self._random.choice((-1, 1)))
+    def column(self, value: int) -> tuple[str, int]:
+        """The sign and the result of a column as this hand writes it."""
+        if self._random is None or self._random.random() >= self.guess_share:
+            return WORKED_OUT, value
+        slip = self._random.choice((-1, 1)) if self._random.random() < self.slip_rate else 0
+        return GUESSED, max(0, value + slip)
 
     def word(self) -> str:
-        """Open an addition; what follows is as careless as the word says."""
-        at = self._random.randrange(len(WORDS)) if self._random else 0
-        self._careless = 2 * self.slip_rate * at / (len(WORDS) - 1)
-        return WORDS[at]
+        return self._random.choice(WORDS) if self._random else WORDS[0]
 
 
 def chain_sum(entry: Mapping[str, Any], hand: Hand) -> str:
@@ -87,7 +84,7 @@ def simple_equations(entry: Mapping[str, Any], hand: Hand) -> str:
     lines: list[str] = []
     target = _accumulate(int(right), "-" if constant >= 0 else "+", abs(constant), hand, lines)
     lines.append(f"{slope}*{variable} = {target}")
-    return _finish(lines, hand.column(abs(target) // abs(slope)) * (-1 if (target < 0) != (slope < 0) else 1))
+    return _finish(lines, abs(target) // abs(slope) * (-1 if (target < 0) != (slope < 0) else 1))
 
 
 WRITERS: dict[str, Callable[[Mapping[str, Any], Hand], str]] = {
@@ -130,8 +127,8 @@ def _add(a: int, b: int, hand: Hand, lines: list[str]) -> int:
     width = max(len(str(a)), len(str(b)))
     carry, result = 0, 0
     for place, (x, y) in enumerate(zip(_digits(a, width), _digits(b, width), strict=True)):
-        value = hand.column(x + y + carry)
-        lines.append(f"{x} + {y}" + (f" + {carry}" if carry else "") + f" = {value}")
+        sign, value = hand.column(x + y + carry)
+        lines.append(f"{x} + {y}" + (f" + {carry}" if carry else "") + f" {sign} {value}")
         carry, digit = divmod(value, 10)
         result += digit * 10**place
     return result + carry * 10**width
@@ -144,8 +141,9 @@ def _subtract(a: int, b: int, hand: Hand, lines: list[str]) -> int:
     for place, (x, y) in enumerate(zip(_digits(a, width), _digits(b, width), strict=True)):
         taken = borrow
         borrow = int(x - y - taken < 0)
-        value = min(9, hand.column(x + 10 * borrow - y - taken))
-        lines.append(f"{x + 10 * borrow} - {y}" + (f" - {taken}" if taken else "") + f" = {value}")
+        sign, value = hand.column(x + 10 * borrow - y - taken)
+        value = min(9, value)
+        lines.append(f"{x + 10 * borrow} - {y}" + (f" - {taken}" if taken else "") + f" {sign} {value}")
         result += value * 10**place
     return result
 
@@ -153,8 +151,8 @@ def _subtract(a: int, b: int, hand: Hand, lines: list[str]) -> int:
 def _times_digit(number: int, digit: int, hand: Hand, lines: list[str]) -> int:
     carry, result, width = 0, 0, len(str(number))
     for place, x in enumerate(_digits(number, width)):
-        value = hand.column(x * digit + carry)
-        lines.append(f"{x} * {digit}" + (f" + {carry}" if carry else "") + f" = {value}")
+        sign, value = hand.column(x * digit + carry)
+        lines.append(f"{x} * {digit}" + (f" + {carry}" if carry else "") + f" {sign} {value}")
         carry, rest = divmod(value, 10)
         result += rest * 10**place
     result += carry * 10**width

@@ -31,7 +31,7 @@ def test_every_worked_solution_scores_one(task):
 
 def test_slips_make_solutions_wrong_and_keep_their_form():
     prompts = make_prompts([CHAIN], 200, 0, "pretrain")
-    slipped = [worked_solution(p.task, p.entry, Hand(0.15, i)) for i, p in enumerate(prompts)]
+    slipped = [worked_solution(p.task, p.entry, Hand(0.5, 0.3, i)) for i, p in enumerate(prompts)]
     rewards = [score(prompt, text) for prompt, text in zip(prompts, slipped, strict=True)]
     assert 0.3 < sum(reward == 1 for reward in rewards) / 200 < 0.75
     assert all(extract_answer(text).lstrip("-").isdigit() for text in slipped)
