@@ -200,8 +200,8 @@ class Grpo(Section):
     prompts_per_step: int = Field(16, ge=1)
     # responses per prompt, the group of GRPO
     group_size: int = Field(8, ge=2)
-    # learning rate of the policy
-    lr: float = Field(3e-4, gt=0)
+    # learning rate of the policy, risen to over the first tenth of the steps, three at most
+    lr: float = Field(1e-4, gt=0)
     # weight of the KL penalty to the initial policy, 0: none
     kl_coef: float = Field(0.0, ge=0)
     # checkpoint every so many steps; also after the last

@@ -122,6 +122,8 @@ def overrides(
         "actor_rollout_ref.model.enable_gradient_checkpointing": not on_cpu,
         "actor_rollout_ref.actor.strategy": "fsdp2",
         "actor_rollout_ref.actor.optim.lr": grpo.lr,
+        # Adam's first step moves every weight by the whole rate, whatever the gradient's noise
+        "actor_rollout_ref.actor.optim.lr_warmup_steps": min(3, grpo.steps // 10),
         "actor_rollout_ref.actor.optim.weight_decay": 0.0,
         "actor_rollout_ref.actor.ppo_mini_batch_size": grpo.prompts_per_step,
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": micro,
