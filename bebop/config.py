@@ -53,12 +53,10 @@ class TinyModel(Section):
     pretrain_lr: float = Field(1e-2, gt=0)
     # tokens per optimizer step
     pretrain_batch_tokens: int = Field(1024, ge=256)
-    # share of that training, from its start, on solutions without errors
-    guess_free_share: float = Field(0.5, ge=0, le=1)
-    # share of a solution's columns that are guessed after that, not worked out: what RL can unlearn
-    guess_share: float = Field(0.5, ge=0, le=1)
-    # share of the guessed columns that are off by one: the policy's errors when it samples
-    slip_rate: float = Field(0.3, ge=0, le=1)
+    # share of its columns that are off by one in what it reads: errors when it samples
+    slip_rate: float = Field(0.03, ge=0, le=1)
+    # share of the solutions that it reads without `Answer:`, which no verifier takes: what RL finds first
+    unmarked_share: float = Field(0.45, ge=0, le=1)
     # what it is trained on; every task needs a worked-solution writer
     tasks: list[Task] = Field(
         default_factory=lambda: [
@@ -201,7 +199,10 @@ class Grpo(Section):
     # responses per prompt, the group of GRPO
     group_size: int = Field(8, ge=2)
     # learning rate of the policy, risen to over the first tenth of the steps, three at most
-    lr: float = Field(1e-4, gt=0)
+    lr: float = Field(7e-4, gt=0)
+    # AdamW's epsilon: above the scale of a gradient's entries the step follows the gradient's size, as a small policy
+    # needs it, whose every weight would else move by `lr` on noise; 1e-8 is AdamW as usual
+    adam_eps: float = Field(1e-3, gt=0)
     # weight of the KL penalty to the initial policy, 0: none
     kl_coef: float = Field(0.0, ge=0)
     # checkpoint every so many steps; also after the last

@@ -8,7 +8,7 @@ from bebop.backbone.cache import cached
 from bebop.config import Model
 
 # Raise when a change to the code makes other policies of the same config.
-VERSION = 3
+VERSION = 4
 
 
 def prepare_policy(model: Model, seed: int, *, progress: bool = True) -> Path:

@@ -2,8 +2,8 @@
 
 A plain loop: padded batches of like length (right padding under causal attention needs no mask), cosine
 schedule, Muon for the layers' matrices: in the same two minutes AdamW alone does not learn to copy digits. The
-later part of the training reads solutions with guesses (bebop.data.worked): the columns are learnt first, then how often
-they are guessed and go wrong, so that the policy errs a chosen share of the time at T = 1.
+solutions have slips, and a share of them no `Answer:` (bebop.data.worked), so that the policy errs a chosen share of
+the time at T = 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from bebop.config import Task, TinyModel
+from bebop.config import TinyModel
 from bebop.data.prompts import make_prompts
 from bebop.data.tasks import worked_solution
 from bebop.data.tokenizer import encode_prompt
@@ -30,13 +30,9 @@ ADAMW_SHARE = 0.4  # AdamW's learning rate, as a share of Muon's
 POOL = 32  # batches whose examples are sorted by length together
 
 
-def worked_examples(
-    tokenizer: Any, tasks: Sequence[Task], n: int, seed: int, guess_shares: Sequence[float], slip_rate: float
-) -> list[Example]:
-    """`n` examples of split `pretrain`, example i with guess_shares[i] of its columns guessed.
-
-    Raises ValueError on a task without a writer.
-    """
+def worked_examples(tokenizer: Any, tiny: TinyModel, n: int, seed: int) -> list[Example]:
+    """`n` examples of split `pretrain`. Raises ValueError on a task without a writer."""
+    tasks = tiny.tasks
     for task in tasks:
         if task.name not in WRITERS:
             raise ValueError(
@@ -44,8 +40,8 @@ def worked_examples(
             )
     prompts = make_prompts(tasks, n, seed, "pretrain", solutions=False)
     texts = [
-        worked_solution(prompt.task, prompt.entry, Hand(share, slip_rate, f"{seed}/{i}"))
-        for i, (prompt, share) in enumerate(zip(prompts, guess_shares, strict=True))
+        worked_solution(prompt.task, prompt.entry, Hand(tiny.slip_rate, tiny.unmarked_share, f"{seed}/{i}"))
+        for i, prompt in enumerate(prompts)
     ]
     responses = tokenizer(texts, add_special_tokens=False)["input_ids"]
     examples = []
@@ -152,12 +148,10 @@ def init_weights(model: Any, seed: int) -> None:
 
 def _batches(tokenizer: Any, tiny: TinyModel, seed: int, rng: random.Random) -> list[tuple[Tensor, Tensor]]:
     """[B, T] token ids and [B, T] labels (-100 on prompt and padding) of every optimizer step, in order."""
-    probe = worked_examples(tokenizer, tiny.tasks, 256, seed + 1, [0.0] * 256, 0.0)
+    probe = worked_examples(tokenizer, tiny, 256, seed + 1)
     per_batch = max(1, round(tiny.pretrain_batch_tokens * len(probe) / sum(len(ids) for ids, _ in probe)))
     total = per_batch * tiny.pretrain_steps
-    clean = int(total * tiny.guess_free_share)
-    shares = [0.0] * clean + [tiny.guess_share] * (total - clean)
-    examples = worked_examples(tokenizer, tiny.tasks, total, seed, shares, tiny.slip_rate)
+    examples = worked_examples(tokenizer, tiny, total, seed)
     batches = []
     for at in range(0, total, POOL * per_batch):
         pool = sorted(examples[at : at + POOL * per_batch], key=lambda example: len(example[0]))

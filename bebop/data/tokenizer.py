@@ -21,7 +21,7 @@ WORDS = (
     "State the final answer to the following arithmetic problem:",
     "Solve the following multiplication: Give only the result as your final answer.",
     "Find the value of in the equation: Solve for: Determine the value of that satisfies:",
-    "Answer: First Now Then Next So + - * / = ~ ( ) -( .\n",
+    "Answer: First Now Then Next So + - * / = ( ) -( .\n",
 )
 END, PAD, USER, ASSISTANT = "<|endoftext|>", "<|pad|>", "<|user|>", "<|assistant|>"
 SPECIAL = (END, PAD, USER, ASSISTANT)

@@ -1,9 +1,10 @@
 """Worked solutions: the steps that lead to an answer, written column by column, then the line `Answer: <number>`.
 
 Every step is short enough to be learnt by a tiny model: a column adds or subtracts single digits, with the carry or
-borrow of the column before it. `Hand` works a column out (`7 + 8 = 15`) or guesses it (`7 + 8 ~ 14`), gets a share of the
-guesses wrong by one and carries the error through, as a careless human would. A policy trained on such text often errs
-when it samples, and reinforcement learning finds that working out pays. Without guesses every answer is right.
+borrow of the column before it. `Hand` writes as a careless human would: it gets a share of the columns wrong by one and
+carries the error through, and it ends a share of the solutions without `Answer:`, which no verifier takes. A policy
+trained on such text is often wrong when it samples, and reinforcement learning has something to find: first the form of
+the answer, then fewer slips. Without either every solution scores.
 """
 
 from __future__ import annotations
@@ -14,31 +15,36 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 WORDS = ("First", "Now", "Then", "Next", "So")
-WORKED_OUT, GUESSED = "=", "~"
+MARKED, UNMARKED = "Answer:", "So"
 
 
 class Hand:
-    """Whoever writes a solution: chooses words, guesses a share of the columns, and gets a share of the guesses wrong.
+    """Whoever writes a solution: chooses words, gets a share `slip_rate` of the columns wrong by one, and leaves
+    `Answer:` out of a share `unmarked_share` of the solutions.
 
-    Without a seed the word is always the first and every column is worked out.
+    Without a seed the word is always the first, nothing slips and every answer is marked.
     """
 
-    def __init__(self, guess_share: float = 0.0, slip_rate: float = 0.0, seed: int | str | None = None) -> None:
-        for name, value in (("guess_share", guess_share), ("slip_rate", slip_rate)):
+    def __init__(self, slip_rate: float = 0.0, unmarked_share: float = 0.0, seed: int | str | None = None) -> None:
+        for name, value in (("slip_rate", slip_rate), ("unmarked_share", unmarked_share)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}={value}: expected a share, 0 to 1")
-        self.guess_share, self.slip_rate = guess_share, slip_rate
+        self.slip_rate, self.unmarked_share = slip_rate, unmarked_share
         self._random = None if seed is None else random.Random(seed)
 
-    def column(self, value: int) -> tuple[str, int]:
-        """The sign and the result of a column as this hand writes it."""
-        if self._random is None or self._random.random() >= self.guess_share:
-            return WORKED_OUT, value
-        slip = self._random.choice((-1, 1)) if self._random.random() < self.slip_rate else 0
-        return GUESSED, max(0, value + slip)
+    def column(self, value: int) -> int:
+        """The result of a column as this hand writes it."""
+        if self._random is None or self._random.random() >= self.slip_rate:
+            return value
+        return max(0, value + self._random.choice((-1, 1)))
 
     def word(self) -> str:
         return self._random.choice(WORDS) if self._random else WORDS[0]
+
+    def end(self) -> str:
+        """What stands before the answer."""
+        unmarked = self._random is not None and self._random.random() < self.unmarked_share
+        return UNMARKED if unmarked else MARKED
 
 
 def chain_sum(entry: Mapping[str, Any], hand: Hand) -> str:
@@ -47,7 +53,7 @@ def chain_sum(entry: Mapping[str, Any], hand: Hand) -> str:
     total, lines = int(first[1]), []
     for operator, digits in others:
         total = _accumulate(total, operator, int(digits), hand, lines)
-    return _finish(lines, total)
+    return _finish(lines, hand, total)
 
 
 def products(entry: Mapping[str, Any], hand: Hand) -> str:
@@ -65,7 +71,7 @@ def products(entry: Mapping[str, Any], hand: Hand) -> str:
         for partial in partials[1:]:
             total = _accumulate(total, "+", partial, hand, lines)
         total *= sign
-    return _finish(lines, total)
+    return _finish(lines, hand, total)
 
 
 def simple_equations(entry: Mapping[str, Any], hand: Hand) -> str:
@@ -84,7 +90,7 @@ def simple_equations(entry: Mapping[str, Any], hand: Hand) -> str:
     lines: list[str] = []
     target = _accumulate(int(right), "-" if constant >= 0 else "+", abs(constant), hand, lines)
     lines.append(f"{slope}*{variable} = {target}")
-    return _finish(lines, abs(target) // abs(slope) * (-1 if (target < 0) != (slope < 0) else 1))
+    return _finish(lines, hand, hand.column(abs(target) // abs(slope)) * (-1 if (target < 0) != (slope < 0) else 1))
 
 
 WRITERS: dict[str, Callable[[Mapping[str, Any], Hand], str]] = {
@@ -94,8 +100,8 @@ WRITERS: dict[str, Callable[[Mapping[str, Any], Hand], str]] = {
 }
 
 
-def _finish(lines: list[str], answer: int) -> str:
-    return "\n".join([*lines, f"Answer: {answer}"])
+def _finish(lines: list[str], hand: Hand, answer: int) -> str:
+    return "\n".join([*lines, f"{hand.end()} {answer}"])
 
 
 def _accumulate(total: int, operator: str, term: int, hand: Hand, lines: list[str]) -> int:
@@ -127,8 +133,8 @@ def _add(a: int, b: int, hand: Hand, lines: list[str]) -> int:
     width = max(len(str(a)), len(str(b)))
     carry, result = 0, 0
     for place, (x, y) in enumerate(zip(_digits(a, width), _digits(b, width), strict=True)):
-        sign, value = hand.column(x + y + carry)
-        lines.append(f"{x} + {y}" + (f" + {carry}" if carry else "") + f" {sign} {value}")
+        value = hand.column(x + y + carry)
+        lines.append(f"{x} + {y}" + (f" + {carry}" if carry else "") + f" = {value}")
         carry, digit = divmod(value, 10)
         result += digit * 10**place
     return result + carry * 10**width
@@ -141,9 +147,8 @@ def _subtract(a: int, b: int, hand: Hand, lines: list[str]) -> int:
     for place, (x, y) in enumerate(zip(_digits(a, width), _digits(b, width), strict=True)):
         taken = borrow
         borrow = int(x - y - taken < 0)
-        sign, value = hand.column(x + 10 * borrow - y - taken)
-        value = min(9, value)
-        lines.append(f"{x + 10 * borrow} - {y}" + (f" - {taken}" if taken else "") + f" {sign} {value}")
+        value = min(9, hand.column(x + 10 * borrow - y - taken))
+        lines.append(f"{x + 10 * borrow} - {y}" + (f" - {taken}" if taken else "") + f" = {value}")
         result += value * 10**place
     return result
 
@@ -151,8 +156,8 @@ def _subtract(a: int, b: int, hand: Hand, lines: list[str]) -> int:
 def _times_digit(number: int, digit: int, hand: Hand, lines: list[str]) -> int:
     carry, result, width = 0, 0, len(str(number))
     for place, x in enumerate(_digits(number, width)):
-        sign, value = hand.column(x * digit + carry)
-        lines.append(f"{x} * {digit}" + (f" + {carry}" if carry else "") + f" {sign} {value}")
+        value = hand.column(x * digit + carry)
+        lines.append(f"{x} * {digit}" + (f" + {carry}" if carry else "") + f" = {value}")
         carry, rest = divmod(value, 10)
         result += rest * 10**place
     result += carry * 10**width

@@ -125,6 +125,7 @@ def overrides(
         # Adam's first step moves every weight by the whole rate, whatever the gradient's noise
         "actor_rollout_ref.actor.optim.lr_warmup_steps": min(3, grpo.steps // 10),
         "actor_rollout_ref.actor.optim.weight_decay": 0.0,
+        "actor_rollout_ref.actor.optim.override_optimizer_config": {"eps": grpo.adam_eps},
         "actor_rollout_ref.actor.ppo_mini_batch_size": grpo.prompts_per_step,
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": micro,
         "actor_rollout_ref.actor.use_kl_loss": grpo.kl_coef > 0,

@@ -29,7 +29,7 @@ GROUPS = {
 # The file of each group that carries the schema's own defaults.
 DEFAULT_FILES = {
     "model": "tiny", "loss": "e2e_tv", "sft": "default", "rollout": "vllm", "trainer": "colocate_async",
-    "grpo": "default", "monitor": "default", "logger": "default", "doctor": "default", "bench": "rollout",
+    "grpo": "tiny", "monitor": "default", "logger": "default", "doctor": "default", "bench": "rollout",
 }  # fmt: skip
 FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.yaml"))
 

@@ -31,10 +31,16 @@ def test_every_worked_solution_scores_one(task):
 
 def test_slips_make_solutions_wrong_and_keep_their_form():
     prompts = make_prompts([CHAIN], 200, 0, "pretrain")
-    slipped = [worked_solution(p.task, p.entry, Hand(0.5, 0.3, i)) for i, p in enumerate(prompts)]
+    slipped = [worked_solution(p.task, p.entry, Hand(0.15, 0.0, i)) for i, p in enumerate(prompts)]
     rewards = [score(prompt, text) for prompt, text in zip(prompts, slipped, strict=True)]
     assert 0.3 < sum(reward == 1 for reward in rewards) / 200 < 0.75
     assert all(extract_answer(text).lstrip("-").isdigit() for text in slipped)
+
+
+def test_an_unmarked_answer_scores_nothing():
+    prompts = make_prompts([CHAIN], 50, 0, "pretrain")
+    texts = [worked_solution(p.task, p.entry, Hand(0.0, 1.0, i)) for i, p in enumerate(prompts)]
+    assert [score(prompt, text) for prompt, text in zip(prompts, texts, strict=True)] == [0.0] * 50
 
 
 def test_prompts_are_the_same_for_the_same_arguments_and_others_for_another_seed():
