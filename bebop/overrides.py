@@ -70,6 +70,8 @@ def parse(command: str, words: list[str]) -> Arguments:
             verl.append(word)
         elif key == "recipe":
             kept.append(_recipe(match["value"] or ""))
+        elif key.startswith("recipes/"):
+            kept.append(_recipe(key.removeprefix("recipes/")))  # a job of a sweep gets its recipe back as hydra has it
         else:
             kept.append(_known(command, match, flags["multirun"]))
     if verl and command not in ("grpo", "demo"):

@@ -93,6 +93,11 @@ def test_multirun_expands_every_combination(capsys):
     assert out.count("# loss=") == 4 and "# loss=hard_ce sft.depth=4" in out
 
 
+def test_a_job_of_a_sweep_reads_its_words_as_the_sweep_wrote_them():
+    words = parse("sft", ["recipe=sft", "sft.depth=4", "run_dir=runs/a b"]).overrides
+    assert parse("sft", words).overrides == words
+
+
 def test_run_folder_of_another_run_is_refused(capsys, tmp_path):
     from bebop.monitor import write_run_json
 
