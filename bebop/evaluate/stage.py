@@ -18,13 +18,13 @@ from bebop.engines import make_engine
 from bebop.evaluate.table import Row, render, rows_of, write_csv
 from bebop.monitor import check_wandb, write_summary
 from bebop.mtp import load_heads
-from bebop.records import DraftCounts, Prompt, Rollout, Sampling
+from bebop.records import DraftCounts, Prompt, Rollout
 from bebop.sft.batches import HiddenStates, pack_rows, trainable
 from bebop.sft.launch import device_name
 from bebop.sft.scoring import Acceptance
 from bebop.sft.scoring import score as score_heads
 from bebop.sft.sinks import Sinks
-from bebop.sft.text import encode_prompts
+from bebop.sft.text import encode_prompts, rollout_sampling
 
 BATCH_TOKENS = 4096
 ALL = "all"
@@ -111,15 +111,8 @@ def _prompts(config: EvalConfig, tokenizer: Any) -> list[Prompt]:
 
 def _sample(config: EvalConfig, policy_dir: Path, prompts: Sequence[Sequence[int]]) -> list[Rollout]:
     rollout = config.rollout
-    sampling = Sampling(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_tokens=config.data.max_response_tokens,
-        seed=config.seed,
-    )
     with make_engine(rollout, policy_dir, seed=config.seed, dtype=config.model.dtype) as engine:
-        return sample_all(engine, prompts, sampling, title="eval")
+        return sample_all(engine, prompts, rollout_sampling(config), title="eval")
 
 
 def _row(prompt: Prompt, rollout: Rollout) -> TextRow:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bebop.config import Data, SftConfig
+from bebop.config import Data, EvalConfig, SftConfig
 from bebop.data import encode_prompt, load_tokenizer, make_prompts
 from bebop.data.distill import TextRow, self_distill, text_set
 from bebop.data.given import load_parquet, require_supervision
@@ -76,13 +76,7 @@ def _sample(
     # with many requests at once, where plain decoding is at its best.
     at_once = max(config.rollout.max_num_seqs, DISTILL_NUM_SEQS)
     rollout = config.rollout.model_copy(update={"speculation": "none", "max_num_seqs": at_once})
-    sampling = Sampling(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_tokens=config.data.max_response_tokens,
-        seed=config.seed,
-    )
+    sampling = rollout_sampling(config)
     log.info("text: the policy answers %d prompts", sum(len(prompts) for prompts in encoded.values()))
     with make_engine(rollout, policy_dir, seed=config.seed, dtype=config.model.dtype) as engine:
         rows = self_distill(engine, [pair for prompts in encoded.values() for pair in prompts], sampling)
@@ -102,3 +96,15 @@ def encode_prompts(prompts: Sequence[Prompt], data: Data, tokenizer: Any) -> lis
             f"{min(len(ids) for _, ids in encoded)} tokens; raise it"
         )
     return short
+
+
+def rollout_sampling(config: SftConfig | EvalConfig) -> Sampling:
+    """How the config's engine samples responses to the config's prompts."""
+    rollout = config.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=config.data.max_response_tokens,
+        seed=config.seed,
+    )
