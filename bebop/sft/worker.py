@@ -44,5 +44,14 @@ def _end_with_parent() -> None:
             sys.exit("sft worker: the command that started it has ended")
 
 
+def _end(code: int) -> None:
+    """End the process without Python's teardown: a thread of gloo's that still runs then aborts it (torch 2.13), now
+    and then, with signal 6 after all work is done."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    _end(main(sys.argv[1]))
