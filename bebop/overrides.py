@@ -42,6 +42,8 @@ def parse(command: str, words: list[str]) -> Arguments:
     words = list(words)
     if command == "report" and words and "=" not in words[0] and not words[0].startswith("-"):
         words[0] = f"run={words[0]}"
+    if command == "bench" and words and "=" not in words[0] and not words[0].startswith("-"):
+        words[0] = f"bench={words[0]}"
     flags = {"multirun": False, "show": False, "dry_run": False}
     overrides, verl = [], []
     while words:
