@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bebop.config import Task
-from bebop.data.tasks import dataset, worked_solution
+from bebop.data.tasks import dataset, has_verifier, worked_solution
 from bebop.records import Prompt
 
 # Sixteenths of all questions. pretrain: the tiny policy; train, heldout: the heads; rl: GRPO; eval: the eval command.
@@ -70,7 +70,9 @@ class _Questions:
         )
 
     def _prompt(self, item: dict[str, Any], solutions: bool) -> Prompt:
-        entry = json.loads(json.dumps({**item, "params": self.task.params}, default=str))
+        entry = {}
+        if has_verifier(self.task.name):
+            entry = json.loads(json.dumps({**item, "params": self.task.params}, default=str))
         text = item["question"] + (f"\n{self.task.instruction}" if self.task.instruction else "")
         return Prompt(
             prompt_id=f"{self.task.name}/{self.seed}/{self.index}",

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from bebop.data import open_prompts
 from bebop.data.worked import WRITERS, Hand
 from bebop.records import Prompt
 
@@ -18,6 +19,10 @@ _loading = threading.Lock()
 
 @lru_cache(maxsize=64)
 def _dataset(name: str, params: str) -> Any:
+    if name == open_prompts.NAME:
+        if json.loads(params):
+            raise ValueError(f"data.tasks {name}: takes no params, got {params}")
+        return open_prompts.OpenPrompts()
     # The package whole before its registry: verifiers run in threads, and a thread that imports the registry alone
     # while another is still importing the package finds it half filled.
     with _loading:
@@ -43,6 +48,11 @@ def dataset(name: str, params: Mapping[str, Any]) -> Any:
     return _dataset(name, json.dumps(params, sort_keys=True))
 
 
+def has_verifier(name: str) -> bool:
+    """Whether responses to the task can be rewarded; open prompts can only train and score heads."""
+    return name != open_prompts.NAME
+
+
 def worked_solution(task: str, entry: Mapping[str, Any], hand: Hand | None = None) -> str | None:
     """Steps, then the answer line, as `hand` writes them (bebop.data.worked); None for a task without a writer."""
     writer = WRITERS.get(task)
@@ -60,6 +70,8 @@ def extract_answer(response: str) -> str | None:
 
 def score(prompt: Prompt, response: str) -> float:
     """Reward in [0, 1]: reasoning-gym's verifier on the extracted answer; 0 for a response without an answer line."""
+    if not has_verifier(prompt.task):
+        raise ValueError(f"data.tasks name={prompt.task}: has no verifier, so no reward; choose another task")
     answer = extract_answer(response)
     if answer is None:
         return 0.0

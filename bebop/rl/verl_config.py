@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from bebop.config import ConfigError, GrpoConfig, check_depth
+from bebop.data.tasks import has_verifier
 from bebop.wording import nearest
 
 LOGITS_BUDGET = 2**27  # largest number of logits in one training micro-batch, a fp32 tensor of 512 MiB
@@ -69,6 +70,9 @@ def compose(
 def check(config: GrpoConfig, policy: Policy, *, num_gpus: int) -> None:
     """Raise ConfigError on what verl or vLLM would do wrong without saying so."""
     rollout, data = config.rollout, config.data
+    for task in data.tasks:
+        if not has_verifier(task.name):
+            raise ConfigError(f"data.tasks name={task.name}: has no verifier, so no reward; choose another task for RL")
     if rollout.temperature == 0:
         raise ConfigError("rollout.temperature=0.0: GRPO compares sampled responses; set rollout.temperature=1.0")
     if rollout.speculation == "mtp":

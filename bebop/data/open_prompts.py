@@ -1,0 +1,51 @@
+"""Open prompts: requests without one right answer, for heads that must also draft ordinary text.
+
+Every form below is asked of every subject; item i is the i-th pair in a fixed shuffled order. There is no verifier:
+such prompts train and score heads, and reinforcement learning refuses them.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+NAME = "open_prompts"
+
+FORMS = (
+    "Explain {} to a ten-year-old.",
+    "Write a short story about {}.",
+    "List five facts about {}.",
+    "What are the advantages and disadvantages of {}?",
+    "Write a polite e-mail that asks a colleague about {}.",
+    "Give step-by-step advice to someone who is new to {}.",
+    "Write a short dialogue between two friends about {}.",
+    "Summarise the history of {} in one paragraph.",
+    "Write a product description that has to do with {}.",
+    "What questions would you ask an expert on {}?",
+    "Write a short poem about {}.",
+    "Describe {} without using any adjectives.",
+    "Compare {} today with fifty years ago.",
+    "Write three quiz questions about {}, with their answers.",
+    "Argue for more public money for {}, then argue against it.",
+    "What do beginners get wrong about {}?",
+)
+SUBJECTS = (
+    "baking bread", "bicycles", "lighthouses", "the water cycle", "chess", "learning a language", "bees", "volcanoes",
+    "public libraries", "night trains", "vegetable gardens", "photography", "sleep", "rivers", "maps", "recycling",
+    "jazz", "solar power", "city parks", "cooking rice", "antibiotics", "sailing", "the moon", "earthquakes",
+    "letter writing", "swimming", "coffee", "coral reefs", "robots", "dinosaurs", "knitting", "electric cars",
+    "mountain hiking", "bridges", "the post office", "first aid", "mushrooms", "spreadsheets", "theatre", "insurance",
+    "rain", "remote work", "museums", "running a small shop", "drinking water", "cats", "exams", "markets",
+)  # fmt: skip
+
+
+class OpenPrompts:
+    """Item i is {"question", "answer": None}; i counts round after the last pair, as reasoning-gym's data sets do."""
+
+    def __init__(self) -> None:
+        self._pairs = [(form, subject) for form in FORMS for subject in SUBJECTS]
+        random.Random(NAME).shuffle(self._pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        form, subject = self._pairs[index % len(self._pairs)]
+        return {"question": form.format(subject), "answer": None}
