@@ -170,8 +170,11 @@ COMMANDS: dict[str, type[Run]] = {
 
 
 def check_depth(rollout: RolloutSection, depth: int, key: str) -> None:
-    """Raise where a draft is longer than the head was trained for. `key` names where `depth` comes from."""
-    if rollout.speculation == "mtp" and rollout.num_speculative_tokens > depth:
+    """Raise where a chain is longer than the head was trained for. `key` names where `depth` comes from.
+
+    A tree may be deeper (`rollout.tree_depth`): it spends its nodes where the draft is sure.
+    """
+    if rollout.tree == "none" and rollout.speculation == "mtp" and rollout.num_speculative_tokens > depth:
         raise ConfigError(
             f"rollout.num_speculative_tokens={rollout.num_speculative_tokens} is deeper than the head was trained, "
             f"{key}={depth}: lower rollout.num_speculative_tokens or train with a larger {key}"

@@ -97,8 +97,8 @@ class StepRecord:
     step: int
     entropy_nats: float | None
     counts: DraftCounts | None
-    num_speculative_tokens: int
-    acceptance_rule: str  # "rejection" | "target_only" | "block"
+    num_speculative_tokens: int  # of a tree: its depth
+    acceptance_rule: str  # "rejection" | "target_only" | "block" | a tree's method and shape
     temperature: float
     reward_mean: float | None = None
     zero_spread_groups: float | None = None  # share of groups whose rewards are all equal

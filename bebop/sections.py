@@ -176,6 +176,38 @@ class RolloutSection(Section):
     # share of the GPU's memory, on a GPU
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
 
+    @model_validator(mode="after")
+    def _tree_needs_its_engine(self) -> RolloutSection:
+        if self.tree == "none":
+            return self
+        if self.engine != "torch":
+            raise ValueError(f"rollout.tree={self.tree} with rollout.engine={self.engine}: set rollout.engine=torch")
+        if self.speculation != "mtp":
+            raise ValueError(
+                f"rollout.tree={self.tree} with rollout.speculation={self.speculation}: set rollout.speculation=mtp"
+            )
+        if self.tree_leads != "auto" and not 0 <= self.tree_leads < self.tree_width:
+            raise ValueError(
+                f"rollout.tree_leads={self.tree_leads}: expected auto or 0 to rollout.tree_width - 1 = "
+                f"{self.tree_width - 1}"
+            )
+        return self
+
+    @property
+    def draft_depth(self) -> int:
+        """Draft tokens on the longest path that a target forward verifies; 0 without speculation."""
+        if self.speculation == "none":
+            return 0
+        return self.num_speculative_tokens if self.tree == "none" else self.tree_depth
+
+    @property
+    def acceptance_rule(self) -> str:
+        """What an acceptance belongs to: a chain's rule, or a tree's method with all that shapes it but its depth."""
+        if self.tree == "none":
+            return self.rule
+        leads = "" if self.tree == "topk" else f", {self.tree_leads} leads"
+        return f"{self.tree} tree of {self.tree_budget} nodes, {self.tree_width} wide{leads}"
+
 
 class Trainer(Section):
     # verl's trainer mode: colocate_async overlaps sampling and training, sync alternates them

@@ -16,12 +16,12 @@ _server: Any = None
 def start(config: Any) -> None:
     """Create the server's actor and have it launch the engine; returns at once."""
     global _server
-    from verl.workers.rollout.replica import RolloutMode
+    from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
 
-    from bebop.rl.server import PolicyReplica
-
-    replica = PolicyReplica(0, config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, gpus_per_node=1)
-    _server = replica.server_class.options(name="vllm_server_0_0", max_concurrency=replica.max_concurrency).remote(
+    rollout = config.actor_rollout_ref.rollout
+    replica = RolloutReplicaRegistry.get(rollout.name)(0, rollout, config.actor_rollout_ref.model, gpus_per_node=1)
+    name = f"{replica._get_server_name_prefix()}server_0_0"
+    _server = replica.server_class.options(name=name, max_concurrency=replica.max_concurrency).remote(
         config=replica.config,
         model_config=replica.model_config,
         rollout_mode=RolloutMode.HYBRID,

@@ -28,6 +28,7 @@ START = time.monotonic()
 LOG = "grpo.log"
 ERROR = "error.json"
 LOCK = ".lock"
+SERVERS = {"vllm": "bebop.rl.server", "torch": "bebop.rl.torch_server"}  # by verl's rollout.name
 ORPHANS_S = 5.0  # for what is left after the trainer's process to end by itself
 
 
@@ -99,8 +100,9 @@ def train(run_dir: Path, temp_dir: Path, console: Console, fail: Failure) -> Non
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     if config.trainer.device == "cpu":
-        console.phase("importing vLLM")
-        importlib.import_module("bebop.rl.server")  # ahead of Ray, whose first actor needs it
+        engine = config.actor_rollout_ref.rollout.name
+        console.phase(f"importing the {engine} engine")
+        importlib.import_module(SERVERS[engine])  # ahead of Ray, whose first actor needs it
     console.phase("starting Ray")
     run_ppo(config, task_runner_class=runner.InThisProcess)
 

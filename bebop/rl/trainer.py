@@ -223,6 +223,13 @@ def _load_replica() -> type:
     return PolicyReplica
 
 
+def _load_torch_replica() -> type:
+    from bebop.rl.torch_server import TorchReplica
+
+    return TorchReplica
+
+
 RolloutReplicaRegistry.register("vllm", _load_replica)
+RolloutReplicaRegistry.register("torch", _load_torch_replica)
 ADVANTAGES = advantage.NAME  # registered by its import
 trainer_base.LLMServerManager = ServerManager  # verl has no hook for it; see bebop.rl.agent

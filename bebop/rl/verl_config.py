@@ -82,7 +82,7 @@ def check(config: GrpoConfig, policy: Policy, *, num_gpus: int) -> None:
             )
         if policy.mtp_depth:
             check_depth(rollout, policy.mtp_depth, "the policy's mtp_depth (sft.depth)")
-        if rollout.rule == "block":
+        if rollout.rule == "block" and rollout.engine == "vllm":
             raise ConfigError(
                 "rollout.rule=block: vLLM's V1 runner, which verl needs, drafts greedily; set rollout.rule=rejection"
             )
@@ -140,7 +140,7 @@ def overrides(
         "actor_rollout_ref.actor.fsdp_config.seed": config.seed,
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": micro,
         # rollouts
-        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.name": rollout.engine,
         "actor_rollout_ref.rollout.n": grpo.group_size,
         "actor_rollout_ref.rollout.temperature": rollout.temperature,
         "actor_rollout_ref.rollout.seed": config.seed,
@@ -192,8 +192,8 @@ def overrides(
         "bebop.run_dir": str(run_dir),
         "bebop.policy_dir": str(policy.path),
         "bebop.speculation": rollout.speculation,
-        "bebop.num_speculative_tokens": rollout.num_speculative_tokens if rollout.speculation == "mtp" else 0,
-        "bebop.rule": rollout.rule,
+        "bebop.num_speculative_tokens": rollout.draft_depth,
+        "bebop.rule": rollout.acceptance_rule,
         "bebop.poll_interval_s": POLL_INTERVAL_S,
         "bebop.probs_diff_limit": grpo.probs_diff_limit or PROBS_DIFF_LIMIT[config.model.dtype],
         "bebop.watchdog_s": grpo.watchdog_s,
@@ -208,7 +208,15 @@ def overrides(
             "actor_rollout_ref.model.mtp.enable": True,
             "actor_rollout_ref.model.mtp.enable_rollout": True,
             "actor_rollout_ref.model.mtp.method": "mtp",
-            "actor_rollout_ref.model.mtp.num_speculative_tokens": rollout.num_speculative_tokens,
+            "actor_rollout_ref.model.mtp.num_speculative_tokens": rollout.draft_depth,
+        }
+    if rollout.engine == "torch":
+        keys |= {
+            "actor_rollout_ref.rollout.custom": {"bebop": rollout.model_dump(mode="json")},
+            "actor_rollout_ref.rollout.free_cache_engine": False,  # the engine keeps its memory between steps
+        }
+    elif rollout.speculation == "mtp":
+        keys |= {
             # always explicit: vLLM's default drafts greedily
             "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.draft_sample_method": (
                 "greedy" if rollout.rule == "target_only" else "probabilistic"
@@ -220,12 +228,15 @@ def overrides(
             "actor_rollout_ref.rollout.enforce_eager": True,
             "actor_rollout_ref.rollout.free_cache_engine": False,
             "actor_rollout_ref.rollout.enable_sleep_mode": False,
-            "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30),
-            "actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend": "uni",
             "ray_kwargs.ray_init.num_gpus": 1,  # logical
             "ray_kwargs.ray_init.num_cpus": 16,  # logical: actors are counted, not measured
             "ray_kwargs.ray_init.object_store_memory": 512 * 2**20,
         }
+        if rollout.engine == "vllm":
+            keys |= {
+                "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30),
+                "actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend": "uni",
+            }
     keys["ray_kwargs.ray_init.include_dashboard"] = False
     return keys
 

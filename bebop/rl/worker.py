@@ -19,8 +19,10 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from bebop.mtp import HEAD_PREFIX, checksum, write_checkpoint
 from bebop.mtp.checkpoint import Tensors
+from bebop.rl import torch_rollout
 from bebop.rl.environment import run_tag
 
+ROLLOUTS = (torch_rollout.TorchRollout,)  # registered with verl by its import
 CHECKSUM_LIMIT = 50_000_000  # parameters; above it the backbone's checksum costs more than it tells
 
 
@@ -35,7 +37,8 @@ class PolicyWorker(ActorRolloutRefWorker):
         speculates = bool(self.config.model.mtp.enable_rollout)
         self.heads = head_tensors(Path(self.config.model.path)) if speculates else {}
         job = ray.get_runtime_context().get_job_id()
-        self.rollout.zmq_handle = self.rollout.zmq_handle.replace(job, f"{job}-{run_tag()}")  # see bebop.rl.server
+        if hasattr(self.rollout, "zmq_handle"):  # vLLM's way of the weights, see bebop.rl.server
+            self.rollout.zmq_handle = self.rollout.zmq_handle.replace(job, f"{job}-{run_tag()}")
         engine = self.actor.engine
         stock = engine.get_per_tensor_param
 
