@@ -125,8 +125,6 @@ class TorchReplica(RolloutReplica):
         server = self.server_class.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
             runtime_env={"env_vars": variables},
-                "env_vars": {name: "1" for name in platform.ray_noset_envvars()} | platform.rollout_env_vars()
-            },
             name=f"{self._get_server_name_prefix()}server_{self.replica_rank}_0",
             max_concurrency=self.max_concurrency,
         ).remote(config=self.config, model_config=self.model_config, cuda_visible_devices=device)
