@@ -62,7 +62,7 @@ def acceptance_over_entropy(steps: Sequence[StepRecord], entropy_range: tuple[fl
     groups = split_by_definition(steps)
     if not groups:
         return None
-    figure, (axes,) = _figure(1)
+    figure, (axes,) = figure_of(1)
     *earlier, newest = groups
     for definition, colour in [*zip(earlier, _cycle(len(earlier), without=RED), strict=True), (newest, RED)]:
         group = groups[definition]
@@ -88,7 +88,7 @@ def acceptance_over_entropy(steps: Sequence[StepRecord], entropy_range: tuple[fl
                 )
     axes.set(xlabel=label_of("entropy_nats"), ylabel=label_of("acceptance_length").replace(" [", "\n["))
     axes.set_title("Acceptance length against target entropy")
-    _legend_below(figure)
+    legend_below(figure)
     return figure
 
 
@@ -99,7 +99,7 @@ def over_steps(steps: Sequence[StepRecord], entropy_range: tuple[float, float] |
     fields = [(name, colour) for name, colour in fields if any(getattr(step, name) is not None for step in steps)]
     if not fields:
         return None
-    figure, panels = _figure(len(fields), height=1.3 + 1.9 * len(fields), sharex=True)
+    figure, panels = figure_of(len(fields), height=1.3 + 1.9 * len(fields), sharex=True)
     for axes, (name, colour) in zip(panels, fields, strict=True):
         x, y = _series(steps, lambda step, name=name: getattr(step, name))
         axes.plot(x, y, color=colour, alpha=0.35, linewidth=1, marker="o", markersize=3)
@@ -123,7 +123,7 @@ def conditional_acceptance(steps: Sequence[StepRecord]) -> Figure | None:
     observed = current(steps)
     if not observed:
         return None
-    figure, (axes,) = _figure(1)
+    figure, (axes,) = figure_of(1)
     depth = max(len(step.counts.accepted_per_depth) for step in observed)
     for j, colour in zip(range(depth), _cycle(depth), strict=True):
         reached = [
@@ -142,7 +142,7 @@ def conditional_acceptance(steps: Sequence[StepRecord]) -> Figure | None:
         axes.plot(x, share, color=colour, marker="o", markersize=3, label=f"depth {j + 1}")
     axes.set(xlabel="RL step", ylabel="conditional acceptance")
     axes.set_title("Accepted at each depth, given all before it")
-    _legend_below(figure)
+    legend_below(figure)
     return figure
 
 
@@ -151,7 +151,7 @@ def decomposition(parts: Decomposition) -> Figure | None:
     """What moved the acceptance length: the entropy part and the mismatch, each with its band."""
     if not parts.parts:
         return None
-    figure, (axes,) = _figure(1)
+    figure, (axes,) = figure_of(1)
     x = [part.step for part in parts.parts]
     axes.axvspan(*parts.early_steps, color=PALE, alpha=0.6, linewidth=0, label="early phase, line fitted here")
     axes.axhline(0, color=GREY, linewidth=0.8)
@@ -179,7 +179,7 @@ def decomposition(parts: Decomposition) -> Figure | None:
         )
     axes.set(xlabel="RL step", ylabel="change of acceptance length\n[tokens per target forward]")
     axes.set_title("Where the change comes from")
-    _legend_below(figure)
+    legend_below(figure)
     return figure
 
 
@@ -194,7 +194,7 @@ def sft_curves(train: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, 
     panels = [panel for panel in panels if panel[1]]
     if not panels:
         return None
-    figure, axes_list = _figure(len(panels), height=1.3 + 2.0 * len(panels), sharex=True)
+    figure, axes_list = figure_of(len(panels), height=1.3 + 2.0 * len(panels), sharex=True)
     for axes, (name, records, label) in zip(axes_list, panels, strict=True):
         x = [record["step"] for record in records]
         if name == "alpha":
@@ -224,7 +224,8 @@ def save(figure: Figure, path: str) -> None:
         figure.savefig(path, dpi=150, bbox_inches="tight", facecolor="white")
 
 
-def _figure(rows: int, height: float = HEIGHT, **options: Any) -> tuple[Figure, list[Axes]]:
+def figure_of(rows: int, height: float = HEIGHT, **options: Any) -> tuple[Figure, list[Axes]]:
+    """A figure with `rows` panels below each other; options go to matplotlib's subplots."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     panels = figure.subplots(rows, 1, squeeze=False, **options)[:, 0]
     for axes in panels:
@@ -244,7 +245,8 @@ def _line(axes: Axes, name: str, slope: Slope, entropy: np.ndarray, colour: str)
     axes.plot(grid, value, color=colour, label=label)
 
 
-def _legend_below(figure: Figure) -> None:
+def legend_below(figure: Figure) -> None:
+    """The first panel's legend, under the figure in as many columns as fit."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if handles:
         columns = max(1, min(4, len(labels), 120 // (max(map(len, labels)) + 12)))
