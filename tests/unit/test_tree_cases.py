@@ -54,7 +54,7 @@ def test_min_p_binds_every_token_that_a_tree_emits(method):
     assert bool((trees.tokens > 1).any()), "fills are chosen by q without filters"
     target = warp(logits, min_p=0.2)
     result = verify_trees(trees, lambda at: target, draws=draws)
-    assert set(result.tokens.unique().tolist()) == {-1, 0, 1}
+    assert {0, 1} <= set(result.tokens.unique().tolist()) <= {-1, 0, 1}
     rows = logits.unsqueeze(1).expand(-1, result.tokens.shape[1], -1)
     found = token_logprobs(rows, result.tokens, min_p=0.2)[result.tokens == 0]
     torch.testing.assert_close(found, torch.full_like(found, 2 / 3).log())
