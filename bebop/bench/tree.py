@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from bebop.backbone import prepare_policy
 from bebop.bench import tree_plots
-from bebop.config import BenchConfig, RolloutSection
+from bebop.config import BenchConfig, ConfigError, RolloutSection
 from bebop.data import encode_prompt, load_tokenizer, make_prompts
 from bebop.doctor.installed import device
 from bebop.engines import RolloutEngine, make_engine
@@ -140,6 +140,10 @@ def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
 def variants(config: BenchConfig) -> list[Variant]:
     """What to compare, in the order of the table; each as a rollout section of the torch engine."""
     wanted, base = config.bench.tree, config.rollout.model_dump() | {"engine": "torch", "speculation": "mtp"}
+    most = config.rollout.tree_width - 1
+    for leads in [*wanted.leads, RRSW_LEADS]:
+        if not 0 <= leads <= most:
+            raise ConfigError(f"bench.tree.leads {leads}: expected 0 to rollout.tree_width - 1 = {most}")
     found = []
 
     def add(name: str, method: str, leads: int | None = None, **keys: Any) -> None:
