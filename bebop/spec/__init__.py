@@ -10,6 +10,7 @@ from bebop.spec.emit import keep_until_stop
 from bebop.spec.rules import acceptance_ratio, overlap, residual, residual_without
 from bebop.spec.streams import Purpose, Streams, Uniforms
 from bebop.spec.tree import DraftTree, TreeBatch, TreeResult, TreeSpec
+from bebop.spec.tree_expect import expected_accepted
 from bebop.spec.tree_grow import Frontier, TreeGrower, grow_tree
 from bebop.spec.tree_verify import TreesResult, verify_tree, verify_trees
 from bebop.spec.warp import token_logprobs, warp
@@ -29,6 +30,7 @@ __all__ = [
     "TreesResult",
     "Uniforms",
     "acceptance_ratio",
+    "expected_accepted",
     "grow_tree",
     "gumbel_max",
     "invert",

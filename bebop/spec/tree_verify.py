@@ -129,7 +129,7 @@ def verify_trees(
     """
     batch, num = trees.tokens.shape
     draws = draws or Streams.from_generator(generator, batch, trees.tokens.device)
-    rows = _checked_rows(trees, target)
+    rows = checked_rows(trees, target)
     depth = int(trees.depths.max()) if num else 0
     at = torch.zeros(batch, dtype=torch.long, device=trees.tokens.device)
     tokens, path = at.new_full((batch, depth + 1), -1), at.new_full((batch, depth), NO_NODE)
@@ -186,7 +186,8 @@ def _probe_distribution(trees: TreeBatch, at: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(like).scatter_(1, trees.support_ids[row, family.clamp(min=0)], probs.to(like.dtype))
 
 
-def _checked_rows(trees: TreeBatch, target: Tensor | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def checked_rows(trees: TreeBatch, target: Tensor | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """verify_trees' `target` as a function of rows whose answers are checked to be distributions."""
     batch, num = trees.tokens.shape
     row = torch.arange(batch, device=trees.tokens.device)
     if isinstance(target, Tensor) and (target.ndim != 3 or target.shape[:2] != (batch, num + 1)):

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tree_oracle import Law, Model, all_trees, emitted_law, random_model
+from tree_oracle import Law, Model, all_trees, emitted_law, random_model, target_rows
 
-from bebop.spec import TreeSpec, rules, tree_grow
+from bebop.spec import TreeSpec, expected_accepted, rules, tree_grow
 
 EXACT = 1e-12
 RULES = [("topk", 0), *(("rheo", m) for m in range(4)), *(("rrsw", m) for m in range(4))]
@@ -207,3 +207,20 @@ def test_fault_probe_judged_by_q_instead_of_q_over_z_shows(monkeypatch):
 
     monkeypatch.setattr(tree_grow, "children", faulty)
     assert worst(TreeSpec("rheo", 3, 2, 6, 1)).total_variation > 1e-3
+
+
+@pytest.mark.parametrize("probes", [1, 2])
+def test_expected_acceptance_of_trees_averages_to_the_acceptance_length(probes):
+    """Over every tree that can be drafted, with its probability; per depth it never rises."""
+    for number, (method, leads) in enumerate(RULES):
+        if leads > 3 - probes or (probes > 1 and method == "topk"):
+            continue
+        for seed, (draft, target) in enumerate([("dense", "dense"), ("ties", "zeros"), ("zeros", "dense")]):
+            model = random_model(4, 2, 10 * number + seed, draft, target)
+            spec = TreeSpec(method, 3, 2, 5, leads, probes=probes)
+            trees, mass = all_trees(model, spec, 0.8)
+            rows = target_rows(model, trees)
+            per_depth = expected_accepted(trees, rows)
+            assert bool((per_depth.diff(dim=1) <= 1e-12).all()) and bool((per_depth <= 1 + 1e-12).all())
+            found = 1.0 + float((per_depth.sum(1) * mass).sum())
+            assert found == pytest.approx(emitted_law(model, spec, temperature=0.8).acceptance_length, abs=1e-12)
