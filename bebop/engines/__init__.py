@@ -1,23 +1,30 @@
-"""Rollout engines behind one protocol, and the corrections that the installed vLLM needs."""
+"""Rollout engines behind one protocol: vLLM, with the corrections that the installed one needs, and bebop's own."""
 
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 from bebop.config import RolloutSection, check_depth
 from bebop.engines.base import EngineDied, EngineError, EngineRefused, RolloutEngine
 
+logger = logging.getLogger("bebop.engines")
+
 __all__ = ["EngineDied", "EngineError", "EngineRefused", "RolloutEngine", "check_policy", "make_engine"]
 
 
 def make_engine(rollout: RolloutSection, policy_dir: Path, *, seed: int = 0, dtype: str = "float32") -> RolloutEngine:
-    """Start the engine that `rollout` asks for on a policy directory; close it, or use it as a context manager.
+    """Start the engine that `rollout.engine` asks for on a policy directory; close it, or use it as a context manager.
 
     dtype: "float32" or "bfloat16", of weights and KV cache. Raises ConfigError or EngineRefused before anything starts:
     no MTP head to draft with, a draft longer than the head was trained for, a vLLM that was never checked.
     """
     check_policy(rollout, Path(policy_dir))
+    if rollout.engine == "torch":
+        from bebop.engines.torch_engine import TorchEngine
+
+        return TorchEngine(rollout, Path(policy_dir), seed=seed, dtype=dtype)
     from bebop.engines.vllm_engine import VllmEngine
 
     return VllmEngine(rollout, Path(policy_dir), seed=seed, dtype=dtype)
@@ -41,5 +48,8 @@ def check_policy(rollout: RolloutSection, policy_dir: Path) -> None:
         )
     provenance = policy_dir / "bebop.json"
     depth = json.loads(provenance.read_text()).get("mtp_depth") if provenance.is_file() else None
-    if depth:
-        check_depth(rollout, int(depth), "sft.depth")
+    if not depth:
+        return
+    check_depth(rollout, int(depth), "sft.depth")
+    if rollout.draft_depth > int(depth):
+        logger.info("rollout.tree_depth=%d: deeper than the head was trained, %s", rollout.draft_depth, depth)

@@ -26,7 +26,7 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_MAX_DEPTH = 1 << 24
+MAX_DEPTH = 1 << 24  # depths of one purpose; the purpose counts above them
 
 
 class Purpose(IntEnum):
@@ -85,7 +85,7 @@ class Streams:
             return value.reshape(value.shape + (1,) * (ahead + len(axes)))
 
         position, seed = (broadcast(value, lead - 1) for value in (self.positions, self.seeds))
-        counter = [position & _MASK, broadcast(depth, 0) + int(purpose) * _MAX_DEPTH]
+        counter = [position & _MASK, broadcast(depth, 0) + int(purpose) * MAX_DEPTH]
         count = torch.arange(max(axes, default=1), device=self.seeds.device)
         counter.append(count[:rows].reshape((rows,) + (1,) * (items is not None)) if rows is not None else position * 0)
         counter.append(count[:items] if items is not None else position * 0)

@@ -1,0 +1,107 @@
+"""Keys and values of running requests, one slot each, and the attention that reads them.
+
+Running requests hold the first slots, without gaps. A slot's committed text lies at columns 0, 1, ...; what a pass adds
+(draft nodes, a chain, accepted positions) is written for all requests from one common column `start` on, behind the
+longest of them, so that a layer writes one slice. `keep` then moves what was accepted to its place behind each
+request's own text.
+
+Legend: L layers, B requests, T new tokens of a pass, H query heads, G of them per key head, E head width, C columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Cache:
+    """Preallocated keys and values: entries [2, L, slots, key heads, columns, E], keys first."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        num_columns: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (2, num_layers, num_slots, num_kv_heads, num_columns, head_dim)
+        # zeros, not garbage: masked columns are multiplied by 0, which a NaN survives
+        self.entries = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def bytes(self) -> int:
+        return self.entries.nbytes
+
+    def keep(self, first: Tensor, source: Tensor) -> None:
+        """Move columns `source` [B, A] to first [B] + 0, 1, ... of each request; -1: not accepted, nothing moves."""
+        place = torch.arange(source.shape[1], device=source.device)
+        target = first.unsqueeze(1) + place
+        source = torch.where(source >= 0, source, target)
+        row = torch.arange(len(source), device=source.device).unsqueeze(1)
+        self.entries[:, :, row, :, target] = self.entries[:, :, row, :, source]
+
+    def move(self, source: int, target: int, num_columns: int) -> None:
+        """Copy one slot's first columns to another slot."""
+        self.entries[:, :, target, :, :num_columns] = self.entries[:, :, source, :, :num_columns]
+
+    def clear(self, slot: int) -> None:
+        """Forget a slot that may hold NaN."""
+        self.entries[:, :, slot] = 0
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where a pass stands in a cache: slots first .. first + B, columns start .. start + T.
+
+    mask: [B, 1, T * G, C] additive, C = start + T, as `fold` makes it; None: every query sees every column.
+    causal: the pass begins at column 0 and each token sees those before it; no mask then.
+    """
+
+    cache: Cache
+    first: int
+    start: int
+    mask: Tensor | None = None
+    causal: bool = False
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, T, H, E]; k, v [B, T, H/G, E], written to the cache -> [B, T, H * E]."""
+        batch, tokens, heads, width = q.shape
+        stop = self.start + tokens
+        held = self.cache.entries[:, layer, self.first : self.first + batch, :, :stop]
+        keys, values = held[0], held[1]
+        keys[:, :, self.start :] = k.transpose(1, 2)
+        values[:, :, self.start :] = v.transpose(1, 2)
+        groups = heads // k.shape[2]
+        if self.causal:
+            out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=True, enable_gqa=groups > 1)
+            return out.transpose(1, 2).reshape(batch, tokens, -1)
+        # query heads that share a key head stand as further rows of it: no key is repeated
+        folded = (
+            q.view(batch, tokens, -1, groups, width).permute(0, 2, 1, 3, 4).reshape(batch, -1, tokens * groups, width)
+        )
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=self.mask)
+        return out.view(batch, -1, tokens, groups, width).permute(0, 2, 1, 3, 4).reshape(batch, tokens, -1)
+
+
+def fold(committed: Tensor | None, own: Tensor | None, start: int, groups: int, dtype: torch.dtype) -> Tensor | None:
+    """The additive mask of a pass, [B, 1, T * G, start + T']; None where nothing is hidden.
+
+    committed: bool [B, start], the columns of each request's text; None: all of them. own: bool [B, T, T'], what each
+    new token sees of the pass's own columns; None: all.
+    """
+    if committed is None and own is None:
+        return None
+    if own is None:
+        raise ValueError("own: None came with committed columns, expected bool [B, T, T']")
+    batch, tokens, _ = own.shape
+    before = own.new_ones(1, 1, 1) if committed is None else committed.unsqueeze(1)
+    seen = torch.cat([before.expand(batch, tokens, start), own], dim=-1)
+    additive = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+    return (additive.repeat_interleave(groups, 1) if groups > 1 else additive).unsqueeze(1)
