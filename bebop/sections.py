@@ -300,6 +300,8 @@ class TreeBench(Section):
     temperatures: list[float] = Field(default_factory=lambda: [0.0, 0.3, 0.7, 1.0])
     # prompts of each measurement
     num_prompts: int = Field(16, ge=1)
+    # positions of every prompt's response at which all trees are scored in closed form; 0: none
+    score_positions: int = Field(8, ge=0)
 
 
 class Bench(Section):

@@ -6,6 +6,8 @@ each time, so that a machine that slows down slows all. Responses end where they
 Acceptance length is pooled, r = 1 + accepted / drafts over all rounds; a round is a target forward with a draft. Rounds
 of one text are alike, so its standard error counts prompts: prompt i pulls r by d_i = (accepted_i - (r - 1) drafts_i) /
 mean(drafts), and the error is std(d) / sqrt(prompts). The error of a difference takes d_i - d'_i: paired by prompt.
+
+Trees are scored too, see `bebop.bench.tree_score`: expected tokens of a round at the same places of the same texts.
 """
 
 from __future__ import annotations
@@ -18,16 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from bebop.backbone import prepare_policy
 from bebop.bench import tree_plots
+from bebop.bench.tree_score import TreeScorer
 from bebop.config import BenchConfig, ConfigError, RolloutSection
 from bebop.data import encode_prompt, load_tokenizer, make_prompts
 from bebop.doctor.installed import device
 from bebop.engines import RolloutEngine, make_engine
 from bebop.monitor import print_table, write_summary
 from bebop.records import Rollout, Sampling
+from bebop.spec import TreeSpec
 
 RRSW_LEADS = 1  # the m at which RRSw is compared
 CLEAR = 2.0  # standard errors from which a gain over TopK is told from none
@@ -75,7 +80,8 @@ class Measured:
 
     gain: acceptance length above TopK's, paired by prompt; surviving: (speed / TopK's - 1) / (acceptance length /
     TopK's - 1), the share of the gain that is left in tokens per second; None where the gain is within its error.
-    same_text: at temperature 0, the share of prompts whose text is plain decoding's. Errors are standard errors.
+    scored: expected tokens of a round at given places, and its gain over TopK, paired too; trees alone. same_text: at
+    temperature 0, the share of prompts whose text is plain decoding's. Errors are standard errors.
     """
 
     temperature: float
@@ -87,6 +93,11 @@ class Measured:
     acceptance_length_error: float
     gain: float | None
     gain_error: float | None
+    scored: float | None
+    scored_error: float | None
+    scored_gain: float | None
+    scored_gain_error: float | None
+    scored_positions: int
     tokens_per_s: float
     tokens_per_s_low: float
     tokens_per_s_high: float
@@ -118,10 +129,14 @@ def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
     try:
         for kind in tqdm(kinds, desc="engines"):
             engines[kind.name] = make_engine(kind.rollout, policy_dir, seed=config.seed, dtype=config.model.dtype)
+        scored: dict[float, dict[str, Tally]] = {}
         for size in config.bench.batch_sizes:
             for temperature in config.bench.tree.temperatures:
                 tallies = _measure(config, engines, prompts, size, temperature)
-                rows += [_row(config, kind, tallies, size, temperature) for kind in kinds]
+                if temperature not in scored:
+                    texts = [[*prompt, *next(iter(tallies.values())).texts[i]] for i, prompt in enumerate(prompts)]
+                    scored[temperature] = _score(config, kinds, policy_dir, prompts, texts, temperature)
+                rows += [_row(config, kind, tallies, scored[temperature], size, temperature) for kind in kinds]
     finally:
         for engine in engines.values():
             engine.close()
@@ -197,6 +212,42 @@ def _measure(
     return tallies
 
 
+def _score(
+    config: BenchConfig,
+    kinds: list[Variant],
+    policy_dir: Path,
+    prompts: list[list[int]],
+    texts: list[list[int]],
+    temperature: float,
+) -> dict[str, Tally]:
+    """The trees' expected rounds at places of the responses, drawn by the config's seed; nothing if none is asked."""
+    trees = [kind for kind in kinds if kind.rollout.tree != "none"]
+    if not config.bench.tree.score_positions or not trees:
+        return {}
+    tallies = {kind.name: Tally(np.zeros(len(prompts)), np.zeros(len(prompts))) for kind in trees}
+    specs = [spec_of(kind.rollout) for kind in trees]
+    scorer = TreeScorer(policy_dir, getattr(torch, config.model.dtype))
+    for i, (prompt, text) in enumerate(zip(tqdm(prompts, desc=f"T={temperature:g}, scored"), texts, strict=True)):
+        places = np.arange(len(prompt) - 1, len(text) - 1)
+        chosen = np.random.default_rng(config.seed + i).permutation(places)[: config.bench.tree.score_positions]
+        expected = scorer.score(text, sorted(chosen.tolist()), specs, temperature) - 1.0
+        for kind, row in zip(trees, expected, strict=True):
+            tallies[kind.name].accepted[i], tallies[kind.name].drafts[i] = float(row.sum()), len(chosen)
+    return tallies
+
+
+def spec_of(rollout: RolloutSection) -> TreeSpec:
+    """The tree that a rollout section asks for."""
+    return TreeSpec(
+        rollout.tree,
+        rollout.tree_width,
+        rollout.tree_depth,
+        rollout.tree_budget,
+        rollout.tree_leads,
+        rollout.tree_support,
+    )
+
+
 def _seed(seed: int, repeat: int, prompt: int) -> int:
     return seed * 1_000_000_007 + repeat * 1_000_003 + prompt
 
@@ -212,7 +263,12 @@ def _count(tally: Tally, answers: dict[int, Rollout], seconds: float) -> None:
 
 
 def _row(
-    config: BenchConfig, kind: Variant, tallies: dict[str, Tally], batch_size: int, temperature: float
+    config: BenchConfig,
+    kind: Variant,
+    tallies: dict[str, Tally],
+    scored: dict[str, Tally],
+    batch_size: int,
+    temperature: float,
 ) -> Measured:
     tally, topk, plain = tallies[kind.name], tallies.get("topk"), tallies.get("plain")
     num, speed = len(tally.drafts), statistics.median(tally.speeds)
@@ -223,6 +279,8 @@ def _row(
         if gain > CLEAR * gain_error:
             faster = speed / statistics.median(topk.speeds) - 1.0
             surviving = faster / (tally.acceptance_length / topk.acceptance_length - 1.0)
+    mine, base = scored.get(kind.name), scored.get("topk")
+    pair = mine is not None and base is not None
     same = None
     if temperature == 0 and plain is not None:
         same = sum(tally.texts[i] == plain.texts[i] for i in range(num)) / num
@@ -237,6 +295,11 @@ def _row(
         acceptance_length_error=error_of(tally.pull),
         gain=gain,
         gain_error=gain_error,
+        scored=mine.acceptance_length if mine else None,
+        scored_error=error_of(mine.pull) if mine else None,
+        scored_gain=mine.acceptance_length - base.acceptance_length if pair else None,
+        scored_gain_error=error_of(mine.pull - base.pull) if pair else None,
+        scored_positions=int(mine.drafts.sum()) if mine else 0,
         tokens_per_s=speed,
         tokens_per_s_low=min(tally.speeds),
         tokens_per_s_high=max(tally.speeds),
@@ -271,6 +334,9 @@ def _line(row: Measured) -> dict[str, Any]:
         "±": row.acceptance_length_error,
         "over topk": row.gain,
         "± paired": row.gain_error,
+        "scored": row.scored,
+        "scored over topk": row.scored_gain,
+        "± scored": row.scored_gain_error,
         "tokens/s": row.tokens_per_s,
         "speed-up": row.speedup,
         "surviving": row.surviving,

@@ -45,13 +45,13 @@ def test_a_clear_gain_tells_what_survives_in_speed_and_an_unclear_one_does_not()
     topk, rheo = tally(200 + noise, drafts, seconds=1.0), tally(215 + noise, drafts, seconds=1 / 1.04)
     kinds = {kind.name: kind for kind in tree.variants(config())}
     tallies = {"plain": tally(drafts * 0, drafts * 0, 3.0), "topk": topk, "rheo m=1": rheo, "rheo m=0": topk}
-    row = tree._row(config(), kinds["rheo m=1"], tallies, 1, 1.0)
+    row = tree._row(config(), kinds["rheo m=1"], tallies, {}, 1, 1.0)
     assert row.gain == pytest.approx(0.15) and row.acceptance_length == pytest.approx(3.17)
     assert row.surviving == pytest.approx(0.04 / (3.17 / 3.02 - 1), rel=1e-6)
     assert row.speedup == pytest.approx(3 * 1.04)
-    level = tree._row(config(), kinds["rheo m=0"], tallies, 1, 1.0)
+    level = tree._row(config(), kinds["rheo m=0"], tallies, {}, 1, 1.0)
     assert level.gain == 0 and level.surviving is None
-    plain = tree._row(config(), kinds["plain"], tallies, 1, 1.0)
+    plain = tree._row(config(), kinds["plain"], tallies, {}, 1, 1.0)
     assert plain.acceptance_length == 1.0 and plain.gain is None and plain.budget is None
 
 
