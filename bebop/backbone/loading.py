@@ -1,16 +1,23 @@
 """The frozen backbone: a policy loaded to be read, never trained.
 
-Packed documents are kept apart by unpacking them into right-padded rows of like length: under causal attention padding
-needs no mask, and the fast kernels stay in use.
+Packed documents are kept apart by unpacking them into right-padded rows of like length: no layer looks ahead, neither
+attention nor the convolution and recurrence of a gated delta net, so padding needs no mask, and the fast kernels stay
+in use. Positions run on through the padding: where they jump, transformers 5 takes a row for packed documents and
+builds a [T, T] mask.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from bebop.mtp import family_of
+from bebop.mtp.checkpoint import Tensors, read_config
+from bebop.mtp.families import decoder_config
 
 ROW_TOKENS = 8192  # padded tokens in one forward
 
@@ -48,8 +55,9 @@ class Backbone:
             begin = torch.tensor([starts[i] for i in documents], device=input_ids.device)
             length = torch.tensor([lengths[i] for i in documents], device=input_ids.device)
             index = begin[:, None] + torch.minimum(where, length[:, None] - 1)
+            positions = position_ids[index] + (where - (length[:, None] - 1)).clamp(min=0)
             out = self.model.model(
-                input_ids=input_ids[index], position_ids=position_ids[index], attention_mask=None, use_cache=False
+                input_ids=input_ids[index], position_ids=positions, attention_mask=None, use_cache=False
             ).last_hidden_state
             inside = where < length[:, None]
             hidden[index[inside]] = out[inside]
@@ -57,16 +65,24 @@ class Backbone:
 
 
 def load_backbone(path: Path, *, dtype: torch.dtype, device: str | torch.device = "cpu") -> Backbone:
-    """Load the policy in `path` as a frozen backbone, without its MTP layer. Raises ValueError where there is none."""
-    from transformers import Qwen2ForCausalLM
+    """Load the policy in `path` as a frozen backbone, by transformers' own class, without its MTP layers.
 
-    class Decoder(Qwen2ForCausalLM):
-        _keys_to_ignore_on_load_unexpected: ClassVar = [r"model\.mtp_layers\."]
+    Raises ValueError where there is none, or where its family is not one that bebop knows.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     path = Path(path)
     if not (path / "config.json").is_file():
-        raise ValueError(f"policy {path}: no config.json there; expected a Hugging Face directory in the MiMo layout")
-    model = Decoder.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        raise ValueError(f"policy {path}: no config.json there; expected a Hugging Face directory")
+    raw = read_config(path)
+    roots = family_of(raw, path).roots(Tensors(path), decoder_config(raw))
+    stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(path))]
+    ignored = [*(getattr(stock, "_keys_to_ignore_on_load_unexpected", None) or []), *map(re.escape, roots)]
+    # In the class's own module, where transformers looks up what its code supports.
+    decoder = type(
+        stock.__name__, (stock,), {"_keys_to_ignore_on_load_unexpected": ignored, "__module__": stock.__module__}
+    )
+    model = decoder.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     return Backbone(model.to(device))
 
 

@@ -1,10 +1,10 @@
-"""A random policy in the MiMo layout: for tests and for the losslessness checks, which need any model, only small."""
+"""A random policy in any known layout, for tests and losslessness checks, which need any model, only small."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,9 +24,12 @@ def random_checkpoint(
     seed: int = 0,
     mtp: bool = True,
     dtype: str = "float32",
+    model_type: str = "qwen2",
+    linear_layers: bool = True,
 ) -> Path:
-    """Write a random checkpoint in the MiMo layout into `dest` and return it.
+    """Write a random checkpoint into `dest` and return it.
 
+    model_type: qwen2 is the MiMo layout; or another of bebop.mtp.families, linear_layers: with its linear attention.
     vocab: "tiny" takes the tiny policy's tokenizer; an integer n a trivial one with the ids 0..n-1.
     Logits have standard deviation 1.2 or so and depend on the whole prefix, so that distributions are neither flat nor
     certain and the MTP layer agrees with the decoder in part.
@@ -38,17 +41,23 @@ def random_checkpoint(
         size = vocab
         write_integer_tokenizer(dest, size)
     end_id, pad_id = token_ids(dest)
-    config = config_dict(
-        vocab_size=size,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        intermediate_size=intermediate_size,
-        end_id=end_id,
-        pad_id=pad_id,
-        dtype=dtype,
-        mtp=mtp,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": size,
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "intermediate_size": intermediate_size,
+        "end_id": end_id,
+        "pad_id": pad_id,
+        "dtype": dtype,
+    }
+    if model_type != "qwen2":
+        from bebop.backbone.random_family import family_config, write_random_family
+
+        other = family_config(model_type, **sizes, linear_layers=linear_layers)
+        write_random_family(dest, other, seed, mtp=mtp)
+        return dest
+    config = config_dict(**sizes, mtp=mtp)
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: _draw(name, shape, generator) for name, shape in policy_shapes(config).items()}
     write_policy(dest, config, tensors, {"made_by": "bebop.backbone.random_checkpoint", "seed": seed, "config": config})

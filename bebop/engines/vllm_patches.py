@@ -6,6 +6,7 @@
 | plain_weights | CPU   | linears are prepacked and freed: weights cannot be updated in place                   |
 | request_stats | any   | counts moved to CompletionOutput; verl 0.9.1 reads them from RequestOutput.metrics    |
 | seeded_drafts | any   | drafts come from the engine's random stream: a request's seed does not fix its tokens |
+| text_only     | any   | Qwen3.5 without eyes does not load without torchvision, for a function of its images  |
 
 vLLM is imported only inside functions: this module is read in every vLLM process, and by tests without it.
 """
@@ -13,8 +14,11 @@ vLLM is imported only inside functions: this module is read in every vLLM proces
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import os
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -156,6 +160,22 @@ def redraw_seeded(
             tokens[row] = (probs[row] / noise).argmax()
 
 
+def _apply_text_only() -> None:
+    """vLLM's qwen2_vl.py and qwen3_vl.py, which qwen3_5.py stands on, take `smart_resize` from a file of transformers
+    that imports torchvision; the file beside it, for PIL, has the same function."""
+    package = "transformers.models.qwen2_vl"
+    sys.modules[f"{package}.image_processing_qwen2_vl"] = _StandIn(f"{package}.image_processing_pil_qwen2_vl")
+
+
+class _StandIn(types.ModuleType):
+    """A module that is imported when something of it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self.__name__), name)
+
+
 def stats_of(counted: Any) -> RequestSpecDecodeStats:
     """Counts of vLLM's RequestSpecDecodeMetrics, whose `histogram[j]` says how many drafts had exactly j accepted."""
     histogram = list(counted.histogram)
@@ -172,6 +192,7 @@ PATCHES = (
     Patch("plain_weights", False, lambda: on_cpu() and os.environ.get(PLAIN_WEIGHTS_ENV) == "1", _apply_plain_weights),
     Patch("request_stats", False, lambda: True, _apply_request_stats),
     Patch("seeded_drafts", False, lambda: True, _apply_seeded_drafts),
+    Patch("text_only", False, lambda: importlib.util.find_spec("torchvision") is None, _apply_text_only),
 )
 _status: dict[str, str] = {}
 

@@ -1,17 +1,27 @@
-"""MTP heads: the module as an engine serves it, its initialisation, and its way in and out of checkpoints."""
+"""MTP heads: the module as an engine serves it, families, initialisation, and the way in and out of checkpoints."""
 
 from bebop.mtp.checkpoint import checkpoint_checksums, checksum, write_checkpoint
-from bebop.mtp.head import HEAD_PREFIX, MtpHead, draft_hidden, head_state
-from bebop.mtp.initialise import init_heads, load_heads
+from bebop.mtp.families import FAMILIES, claimed_layers, family_of, is_head_name, known_family
+from bebop.mtp.head import HEAD_PREFIX, Head, MtpHead, draft_hidden, head_state
+from bebop.mtp.initialise import head_tensors, init_heads, load_heads
+from bebop.mtp.reused import ReusedHead
 
 __all__ = [
+    "FAMILIES",
     "HEAD_PREFIX",
+    "Head",
     "MtpHead",
+    "ReusedHead",
     "checkpoint_checksums",
     "checksum",
+    "claimed_layers",
     "draft_hidden",
+    "family_of",
     "head_state",
+    "head_tensors",
     "init_heads",
+    "is_head_name",
+    "known_family",
     "load_heads",
     "write_checkpoint",
 ]

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bebop.mtp.head import HEAD_PREFIX, LAYER_PREFIX
+from bebop.mtp.families import claimed_layers, decoder_config, family_of, is_head_name, known_family
 from bebop.records import WeightChecksums
 
 SINGLE, INDEX, HEADS_SHARD = "model.safetensors", "model.safetensors.index.json", "model-mtp-heads.safetensors"
@@ -76,11 +76,6 @@ def read_config(path: Path) -> dict[str, Any]:
     return json.loads((Path(path) / "config.json").read_text())
 
 
-def claimed_layers(config: Mapping[str, Any]) -> int:
-    """MTP layers that a config claims to have."""
-    return int(config.get("num_nextn_predict_layers") or 0)
-
-
 def write_checkpoint(
     source_dir: Path,
     dest_dir: Path,
@@ -93,16 +88,17 @@ def write_checkpoint(
     as it is.
 
     head_tensors: checkpoint name -> tensor, written in the dtype they come in; names of the source are replaced
-    (backbone tensors too), other names must start with `model.mtp_layers.`. drop: source tensors to leave out, named
-    in bebop.json. provenance: what made it, over the source's own bebop.json. Shards stay as they were; new tensors
-    of a sharded source get a shard of their own. Config and tokenizer files are copied. `dest_dir` is written beside
+    (backbone tensors too), other names must be those of MTP tensors of the policy's family. drop: source tensors to
+    leave out, named in bebop.json. provenance: what made it, over the source's own bebop.json. Shards stay as they
+    were, and those without a change are copied; new tensors of a sharded source get a shard of their own. Config and
+    tokenizer files are copied. `dest_dir` is written beside
     and renamed, so it is whole or not there. Returns dest_dir. Raises ValueError on unknown names, wrong shapes, an
     MTP claim without tensors, or a missing lm_head.
     """
     source_dir, dest_dir = Path(source_dir), Path(dest_dir)
     source, config, drop = Tensors(source_dir), read_config(source_dir), set(drop)
     added = [name for name in head_tensors if name not in source]
-    _check_names(source, head_tensors, added, drop)
+    _check_names(source, config, head_tensors, added, drop)
     names = (set(source) | set(added)) - drop
     config = _check_claims(source_dir, config, names)
 
@@ -115,6 +111,14 @@ def write_checkpoint(
     weight_map = {name: file for name, file in weight_map.items() if name in names}
     total_size = 0
     for file in sorted(set(weight_map.values())):
+        if (source_dir / file).exists() and not any(
+            name in head_tensors or name in drop
+            for name, where in {**source.files, **weight_map}.items()
+            if where == file
+        ):
+            shutil.copy2(source_dir / file, part / file)
+            total_size += sum(tensor_bytes(part / file).values())
+            continue
         tensors = {
             name: (head_tensors[name] if name in head_tensors else source[name]).detach().cpu().contiguous().clone()
             for name, where in weight_map.items()
@@ -152,16 +156,27 @@ def write_checkpoint(
     return dest_dir
 
 
-def _check_names(source: Tensors, new: Mapping[str, Tensor], added: list[str], drop: set[str]) -> None:
+def tensor_bytes(file: Path) -> dict[str, int]:
+    """Size in bytes of every tensor of a safetensors file, from its header alone."""
+    with file.open("rb") as handle:
+        header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
+    bounds = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: end - start for name, (start, end) in bounds.items()}
+
+
+def _check_names(
+    source: Tensors, config: Mapping[str, Any], new: Mapping[str, Tensor], added: list[str], drop: set[str]
+) -> None:
     unknown = sorted(drop - set(source))
     if unknown:
         raise ValueError(f"drop: {unknown} not in {source.path}, expected names of its tensors")
     both = sorted(drop & set(new))
     if both:
         raise ValueError(f"drop: {both} also in head_tensors, expected one or the other")
-    strange = sorted(name for name in added if not name.startswith(HEAD_PREFIX))
+    strange = sorted(name for name in added if not is_head_name(name, config))
     if strange:
-        raise ValueError(f"head_tensors: {strange} not in {source.path}, expected its names or {HEAD_PREFIX}*")
+        prefix = family_of(config, source.path).first(decoder_config(config))
+        raise ValueError(f"head_tensors: {strange} not in {source.path}, expected its names or {prefix}*")
     for name in new.keys() - set(added):
         shape = source[name].shape
         if new[name].shape != shape:
@@ -171,27 +186,40 @@ def _check_names(source: Tensors, new: Mapping[str, Tensor], added: list[str], d
 
 
 def _check_claims(source_dir: Path, config: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """Config and tensors must tell of the same MTP layers and the same lm_head. Returns the config to write."""
-    layers = {name.removeprefix(HEAD_PREFIX).split(".")[0] for name in names if name.startswith(HEAD_PREFIX)}
-    if layers and not claimed_layers(config):
-        config = {**config, "num_nextn_predict_layers": len(layers)}
-    if layers and config.get("model_type") == "qwen2":
-        # By this name the engine finds the MTP layer; under Qwen2ForCausalLM it would not look for one.
-        config = {**config, "architectures": ["MiMoForCausalLM"]}
-    claimed = claimed_layers(config)
-    absent = sorted({str(i) for i in range(claimed)} - layers)
-    if absent:
-        raise ValueError(
-            f"{source_dir}: config.json claims {claimed} MTP layers (num_nextn_predict_layers), "
-            f"but {HEAD_PREFIX}{absent[0]}.* has no tensor; give them in head_tensors or set the key to {len(layers)}"
-        )
-    if layers and f"{LAYER_PREFIX}input_proj.weight" not in names:
-        raise ValueError(f"{source_dir}: MTP layer 0 lacks {LAYER_PREFIX}input_proj.weight, expected a whole layer")
-    if not config.get("tie_word_embeddings", False) and "lm_head.weight" not in names:
+    """Config and tensors must tell of the same MTP modules and the same lm_head. Returns the config to write."""
+    decoder = decoder_config(config)
+    if not (decoder.get("tie_word_embeddings") or config.get("tie_word_embeddings")) and "lm_head.weight" not in names:
         raise ValueError(
             f"{source_dir}: no lm_head.weight, expected one unless config.json sets tie_word_embeddings=true"
         )
+    family = known_family(config)
+    if family is None:
+        if claimed_layers(config):
+            family_of(config, source_dir)
+        return config
+    modules, claimed = family.modules(names, decoder), claimed_layers(config)
+    if modules and not claimed:
+        claimed = len(modules)
+        config = _with_decoder(config, {family.count_key: claimed})
+    if modules and decoder["model_type"] == "qwen2":
+        # By this name the engine finds the MTP layer; under Qwen2ForCausalLM it would not look for one.
+        config = {**config, "architectures": ["MiMoForCausalLM"]}
+    absent = sorted(set(range(claimed)) - modules)
+    if absent:
+        raise ValueError(
+            f"{source_dir}: config.json claims {claimed} MTP layers ({family.count_key}), but layer {absent[0]} has "
+            f"no tensor; give them in head_tensors or set the key to {len(modules)}"
+        )
+    if modules and family.projection(decoder) not in names:
+        raise ValueError(f"{source_dir}: MTP layer 0 lacks {family.projection(decoder)}, expected a whole one")
     return config
+
+
+def _with_decoder(config: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with values in the part that describes the decoder."""
+    if config.get("text_config"):
+        return {**config, "text_config": {**config["text_config"], **values}}
+    return {**config, **values}
 
 
 def _copy_other_files(source_dir: Path, part: Path) -> list[str]:
@@ -221,10 +249,10 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def checkpoint_checksums(path: Path) -> WeightChecksums:
-    """Checksums of the backbone (every tensor outside `model.mtp_layers.`) and of the heads of a policy directory."""
-    tensors = Tensors(path)
-    heads = [name for name in tensors if name.startswith(HEAD_PREFIX)]
-    backbone = [name for name in tensors if not name.startswith(HEAD_PREFIX)]
+    """Checksums of the backbone (every tensor outside the MTP modules) and of the heads of a policy directory."""
+    tensors, config = Tensors(path), read_config(path)
+    heads = [name for name in tensors if is_head_name(name, config)]
+    backbone = [name for name in tensors if not is_head_name(name, config)]
     return WeightChecksums(checksum(_Some(tensors, backbone)), checksum(_Some(tensors, heads)), len(heads))
 
 

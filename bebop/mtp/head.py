@@ -25,6 +25,9 @@ from transformers import PretrainedConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RotaryEmbedding, rotate_half
 
 from bebop.mtp.attention import Documents, chain_attention
+from bebop.mtp.families import MIMO, Family
+from bebop.mtp.names import to_checkpoint
+from bebop.mtp.reused import ReusedHead
 
 HEAD_PREFIX = "model.mtp_layers."
 LAYER_PREFIX = HEAD_PREFIX + "0."
@@ -59,6 +62,8 @@ class MtpAttention(nn.Module):
 class MtpHead(nn.Module):
     """One MiMo MTP layer. Parameter names are the checkpoint's, without the prefix `model.mtp_layers.0.`."""
 
+    family: Family = MIMO
+    stacked = False
     backbone_norm: Tensor  # [D] weight of the backbone's final norm, which the head's first input is taken out of
 
     def __init__(self, config: PretrainedConfig, backbone_norm: Tensor) -> None:
@@ -130,8 +135,11 @@ class MtpHead(nn.Module):
         return torch.stack(outputs)
 
 
+Head = MtpHead | ReusedHead
+
+
 def draft_hidden(
-    head: MtpHead,
+    head: Head,
     hidden: Tensor,
     embed_weight: Tensor,
     input_ids: Tensor,
@@ -172,9 +180,10 @@ def draft_hidden(
     return head(hidden, embed_weight, input_ids, cu_seqlens, position_ids, depth, anchors)
 
 
-def head_state(head: MtpHead) -> dict[str, Tensor]:
+def head_state(head: Head) -> dict[str, Tensor]:
     """The head's tensors under their checkpoint names, detached, sharing memory."""
-    return {LAYER_PREFIX + name: tensor.detach() for name, tensor in head.state_dict().items()}
+    state = {name: tensor.detach() for name, tensor in head.state_dict().items()}
+    return to_checkpoint(head.family, head.config, state, stacked=head.stacked)
 
 
 def _check_anchors(anchors: Tensor, total: int) -> None:

@@ -1,84 +1,156 @@
-"""Heads from a checkpoint that has them, and fresh heads for a policy that has none."""
+"""Heads from a checkpoint that has them, and fresh heads for a policy that has none, by the policy's family."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from bebop.mtp.checkpoint import Tensors, claimed_layers, read_config
-from bebop.mtp.head import HEAD_PREFIX, LAYER_PREFIX, MtpHead
+from bebop.mtp.checkpoint import Tensors, read_config
+from bebop.mtp.families import MIMO, Family, claimed_layers, decoder_config, family_of
+from bebop.mtp.head import Head, MtpHead, head_state
+from bebop.mtp.names import FLOAT32, cast, from_checkpoint, stacks_experts, to_checkpoint
+from bebop.mtp.reused import ReusedHead
 
-FINAL_NORM = "model.norm.weight"
 
-
-def load_heads(path: Path) -> MtpHead | None:
+def load_heads(path: Path) -> Head | None:
     """The head of a policy directory in the checkpoint's dtype, or None where it has none.
 
-    An engine that reuses one head recursively serves layer 0, so that is the one loaded. Raises ValueError where
-    config.json claims an MTP layer without its tensors, where there are tensors that no layer is claimed for, and
-    where layer 0 has tensors missing or over (a head with its own lm_head or draft vocabulary is another family).
+    An engine that reuses one head recursively serves module 0, so that is the one loaded. Copies of the policy's
+    embeddings and lm_head in the module (families.Family.shared) are left where they are: engines ignore them. Raises
+    ValueError for a family that is not in the table, where config.json claims an MTP module without its tensors or
+    has none claimed for them, and where module 0 has tensors missing or over (a draft vocabulary, quantised weights).
     """
     path = Path(path)
-    tensors = Tensors(path)
-    found = {name.removeprefix(LAYER_PREFIX): name for name in tensors if name.startswith(LAYER_PREFIX)}
-    claimed = claimed_layers(read_config(path))
-    if not claimed and not any(name.startswith(HEAD_PREFIX) for name in tensors):
+    tensors, config = Tensors(path), read_config(path)
+    family, decoder = family_of(config, path), decoder_config(config)
+    prefix = family.first(decoder)
+    found = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
+    present, claimed = family.modules(tensors, decoder), claimed_layers(config)
+    if not claimed and not present:
         return None
-    if not claimed:
-        raise ValueError(f"{path}: MTP tensors without a claim; set num_nextn_predict_layers=1 in config.json")
-    head = MtpHead(AutoConfig.from_pretrained(path), tensors[FINAL_NORM])
-    expected = head.state_dict()
-    missing, unexpected = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if not claimed and family.count_key in decoder:
+        raise ValueError(f"{path}: MTP tensors without a claim; set {family.count_key}=1 in config.json")
+    head = _new_head(family, path, tensors)
+    expected = {name.removeprefix(prefix) for name in head_state(head)}
+    missing = sorted(expected - found.keys())
+    unexpected = sorted(found.keys() - expected - set(family.shared))
+    if family.parts.get("layer") == "layers.0":  # the prefix holds further modules too
+        unexpected = [name for name in unexpected if not name.startswith("layers.") or name.startswith("layers.0.")]
     if missing or unexpected:
         raise ValueError(
-            f"{path}: {len(found)} tensors {LAYER_PREFIX}*, expected {len(expected)}; "
-            f"missing {missing}, unexpected {unexpected}"
+            f"{path}: {len(found)} tensors {prefix}*, expected {len(expected)}; missing {_few(missing)}, "
+            f"unexpected {_few(unexpected)}{_hint(unexpected)}"
         )
-    _fill(head, {name: tensors[full] for name, full in found.items()})
+    _fill(head, from_checkpoint(family.parts, {name: tensors[found[name]] for name in expected}))
     return head
 
 
-def init_heads(policy_dir: Path, how: Literal["last_layer", "random"] = "last_layer", seed: int = 0) -> MtpHead:
-    """A fresh head for a policy, in its dtype.
+def init_heads(policy_dir: Path, how: Literal["last_layer", "random"] = "last_layer", seed: int = 0) -> Head:
+    """A fresh head for a policy, in its family's layout and its dtype.
 
-    last_layer: attention, MLP and their norms from the last decoder layer, final_layernorm from the backbone's final
-    norm, and an input_proj that averages hidden state and embedding. random: normal weights of the config's
-    initializer_range.
+    last_layer: the decoder layer from the policy's last one (the last with full attention), the head's norm from the
+    policy's final norm, and a projection that averages hidden state and embedding. random: normal weights of the
+    config's initializer_range. Raises ValueError for a family that is not in the table, and where the last layer has
+    other parts than the head's.
     """
     policy_dir = Path(policy_dir)
-    config = AutoConfig.from_pretrained(policy_dir)
-    tensors = Tensors(policy_dir)
-    last = f"model.layers.{config.num_hidden_layers - 1}."
-    head = MtpHead(config, tensors[FINAL_NORM])
+    tensors, config = Tensors(policy_dir), read_config(policy_dir)
+    family = family_of(config, policy_dir)
+    head = _new_head(family, policy_dir, tensors)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             if name.endswith(".bias"):
                 nn.init.zeros_(parameter)
-            elif parameter.dim() == 2:
-                parameter.normal_(0, config.initializer_range, generator=generator)
+            elif parameter.dim() >= 2:
+                parameter.normal_(0, head.config.initializer_range, generator=generator)
         if how == "last_layer":
-            for name, parameter in head.named_parameters():
-                source = FINAL_NORM if name == "final_layernorm.weight" else last + name
-                if source in tensors:
-                    parameter.copy_(tensors[source])
-            half = torch.eye(config.hidden_size) / 2
-            head.input_proj.weight.copy_(torch.cat([half, half], 1))
+            _copy_last_layer(head, tensors)
         elif how != "random":
             raise ValueError(f"how={how!r}: expected last_layer or random; set model.mtp_init")
-    return head.to(tensors[FINAL_NORM].dtype)
+    head.to(tensors[final_norm(tensors)].dtype)
+    for name, parameter in head.named_parameters():
+        if name.endswith(FLOAT32):
+            parameter.data = parameter.data.float()
+    return head
 
 
-def _fill(head: MtpHead, values: dict[str, Tensor]) -> None:
+def head_tensors(policy_dir: Path, state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Trained parameters of a policy's head, by their names in the head, as `write_checkpoint` takes them.
+
+    dtype: of the written tensors, but for those that every checkpoint of the family has in float32.
+    """
+    tensors, config = Tensors(policy_dir), read_config(policy_dir)
+    family, decoder = family_of(config, policy_dir), decoder_config(config)
+    return cast(to_checkpoint(family, decoder, state, stacked=_stacked(family, decoder, tensors)), dtype)
+
+
+def final_norm(tensors: Mapping[str, Tensor]) -> str:
+    """Name of the weight of the decoder's final norm."""
+    return f"{_decoder_prefix(tensors)}norm.weight"
+
+
+def _decoder_prefix(tensors: Mapping[str, Tensor]) -> str:
+    name = "model.language_model."
+    return name if f"{name}norm.weight" in tensors else "model."
+
+
+def _stacked(family: Family, decoder: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+    """The form of the head's experts; of the policy's, where it has no head."""
+    return stacks_experts([name for name in tensors if family.is_head(name, decoder)] or tensors)
+
+
+def _new_head(family: Family, path: Path, tensors: Tensors) -> Head:
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    if family is MIMO:
+        return MtpHead(config, tensors[final_norm(tensors)])
+    return ReusedHead(family, config, stacked=_stacked(family, decoder_config(read_config(path)), tensors))
+
+
+def _copy_last_layer(head: Head, tensors: Tensors) -> None:
+    config, (norm, layer) = head.config, ("final_layernorm", "") if head.family is MIMO else ("norm", "layer")
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    if "full_attention" not in kinds:
+        raise ValueError(f"{tensors.path}: no layer with full attention to copy; set model.mtp_init=random")
+    last = max(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    prefix = f"{_decoder_prefix(tensors)}layers.{last}."
+    source = {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
+    values = from_checkpoint({layer: ""}, source) | {f"{norm}.weight": tensors[final_norm(tensors)]}
+    parameters = dict(head.named_parameters())
+    absent = [name for name in parameters if layer and name.startswith(f"{layer}.") and name not in values]
+    if absent:
+        raise ValueError(
+            f"{tensors.path}: layer {last} has no {absent[0].removeprefix(layer + '.')}, as the head's layer; "
+            "set model.mtp_init=random"
+        )
+    for name in parameters.keys() & values.keys():
+        parameters[name].copy_(values[name])
+    half = torch.eye(config.hidden_size) / 2
+    parameters["input_proj.weight" if head.family is MIMO else "proj.weight"].copy_(torch.cat([half, half], 1))
+
+
+def _few(names: list[str]) -> str:
+    return str(names) if len(names) <= 8 else f"{names[:8]} and {len(names) - 8} more"
+
+
+def _hint(unexpected: list[str]) -> str:
+    quantised = any("weight_scale" in name for name in unexpected)
+    return "; quantised heads cannot be trained, convert the checkpoint to bfloat16" if quantised else ""
+
+
+def _fill(head: Head, values: dict[str, Tensor]) -> None:
     for name, parameter in head.named_parameters():
         if parameter.shape != values[name].shape:
             raise ValueError(
-                f"{LAYER_PREFIX}{name}: shape {list(values[name].shape)}, expected {list(parameter.shape)} "
-                "by config.json"
+                f"{head.family.first(head.config)}{name}: shape {list(values[name].shape)}, expected "
+                f"{list(parameter.shape)} by config.json"
             )
+    frozen = {name for name, parameter in head.named_parameters() if not parameter.requires_grad}
     head.load_state_dict(values, assign=True)
-    head.requires_grad_(True)
+    for name, parameter in head.named_parameters():
+        parameter.requires_grad_(name not in frozen)

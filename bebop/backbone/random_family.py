@@ -1,0 +1,128 @@
+"""Random policies of the families whose decoder is not MiMo's: small, but with every part that a real one has."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bebop.mtp import head_state, init_heads, write_checkpoint
+from bebop.mtp.names import cast
+
+GATED = {"partial_rotary_factor": 0.5, "rope_theta": 10000.0, "rope_type": "default"}
+SOFTMAX_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+SIGMOID_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+
+
+def family_config(
+    model_type: str,
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    intermediate_size: int,
+    end_id: int,
+    pad_id: int,
+    linear_layers: bool = True,
+    dtype: str = "float32",
+) -> Any:
+    """transformers' config of a small policy.
+
+    linear_layers: every second layer, from the first on, is a gated delta net where the family has them. Raises
+    ValueError on an unknown model_type.
+    """
+    from transformers import AutoConfig
+
+    width, experts = 32, intermediate_size // 2
+    kinds = ["linear_attention" if linear_layers and i % 2 == 0 else "full_attention" for i in range(num_layers)]
+    gated = {
+        "head_dim": width,
+        "num_key_value_heads": max(1, num_heads // 2),
+        "layer_types": kinds,
+        "linear_key_head_dim": width,
+        "linear_value_head_dim": width,
+        "linear_num_key_heads": num_heads,
+        "linear_num_value_heads": 2 * num_heads,
+        "rope_parameters": dict(GATED),
+    }
+    softmax = {**SOFTMAX_EXPERTS, "moe_intermediate_size": experts, "shared_expert_intermediate_size": experts}
+    sigmoid = {**SIGMOID_EXPERTS, "moe_intermediate_size": experts}
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    own: dict[str, dict[str, Any]] = {
+        "qwen3_5_text": gated,
+        "qwen3_5_moe_text": gated | softmax,
+        "qwen3_next": gated | softmax | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        "deepseek_v3": sigmoid | latent | {"num_key_value_heads": num_heads},
+        "glm4_moe": sigmoid
+        | {
+            "head_dim": width,
+            "num_key_value_heads": max(1, num_heads // 2),
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    }
+    if model_type not in own:
+        raise ValueError(f"model_type={model_type}: expected one of {', '.join(own)}")
+    return AutoConfig.for_model(
+        model_type,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        intermediate_size=intermediate_size,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=end_id,
+        pad_token_id=pad_id,
+        dtype=dtype,
+        **own[model_type],
+    )
+
+
+def write_random_family(dest: Path, config: Any, seed: int, *, mtp: bool) -> None:
+    """Write a random policy of `config` beside the tokenizer in `dest`, with a random MTP layer if `mtp`."""
+    from transformers import AutoModelForCausalLM
+
+    generator = torch.Generator().manual_seed(seed)
+    network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _draw(network, generator)
+    network.to(getattr(torch, str(config.dtype).removeprefix("torch."))).save_pretrained(dest)
+    if mtp:
+        head = init_heads(dest, "random", seed).float()
+        _draw(head, generator)
+        dtype = next(network.parameters()).dtype
+        provenance = {"made_by": "bebop.backbone.random_checkpoint", "seed": seed}
+        write_checkpoint(dest, dest, cast(head_state(head), dtype), provenance)
+
+
+@torch.no_grad()
+def _draw(module: torch.nn.Module, generator: torch.Generator) -> None:
+    """Weights of standard deviation 1 / sqrt(fan-in), vectors near where they were."""
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name.endswith("e_score_correction_bias")}
+    for name, value in {**dict(module.named_parameters()), **buffers}.items():
+        noise = torch.randn(value.shape, generator=generator)
+        value.copy_(_drawn(name, value, noise))
+
+
+def _drawn(name: str, value: Tensor, noise: Tensor) -> Tensor:
+    if value.dim() == 1:
+        return value + 0.1 * noise
+    if "embed_tokens" in name:
+        return noise
+    gain = 1.2 if "lm_head" in name or "q_proj" in name or "k_proj" in name else 1.0
+    return gain * noise / math.sqrt(value.shape[-1])

@@ -1,0 +1,194 @@
+"""The model families whose MTP heads bebop reads, trains and writes: one table of names and conventions.
+
+| family      | vLLM 0.31's module (model_executor/models) | hidden state in    | at later depths    | position 0 |
+|-------------|--------------------------------------------|--------------------|--------------------|------------|
+| mimo        | mimo_mtp.py                                | before final norm  | after head's norm  | zeroed     |
+| qwen3_next  | qwen3_next_mtp.py                          | after final norm   | after head's norm  | kept       |
+| qwen3_5     | qwen3_5_mtp.py, dense and MoE              | after final norm   | after head's norm  | kept       |
+| deepseek_v3 | deepseek_mtp.py                            | after final norm   | after head's norm  | zeroed     |
+| glm4_moe    | glm4_moe_mtp.py (GLM-4.5 to 4.7)           | after final norm   | before head's norm | zeroed     |
+
+"Position 0" is what becomes of the token embedding there. MiMo's projection reads the hidden state first, the others'
+the embedding. Embeddings and lm_head are the policy's own in every family: vLLM shares them with the head even where a
+checkpoint carries copies (`shared_head.head`, `embed_tokens`), and serves module 0 alone, applied K times. So those
+copies and further modules are kept as they are, and never trained.
+
+A new family is a row of `FAMILIES`; what a row cannot say (MiMo: bebop.mtp.head) needs a module of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config keys that claim MTP modules
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names and conventions of one family. {n} in a name stands for num_hidden_layers."""
+
+    name: str
+    classes: Mapping[str, str]  # `model_type` of the decoder's config -> Class of transformers' ClassDecoderLayer etc.
+    count_key: str  # config key that claims MTP modules
+    prefix: str  # of module 0's tensors
+    heads: str  # regular expression of any MTP tensor
+    number: str  # regular expression of the number of an MTP tensor's module
+    proj: str  # projection of hidden state and embedding behind the prefix, which no module lacks
+    parts: Mapping[str, str]  # part of the head -> its name behind the prefix; "" is all that no other part claims
+    shared: tuple[str, ...] = ()  # copies of the policy's own tensors, which the engine ignores
+    rotary: str = "RotaryEmbedding"
+    zero_at_start: bool = False
+    chains_normed: bool = True
+
+    def first(self, config: Any) -> str:
+        """Prefix of module 0's tensors. config: of the decoder, transformers' or that part of a config.json."""
+        return self.prefix.format(n=_value(config, "num_hidden_layers"))
+
+    def modules(self, names: Iterable[str], config: Any) -> set[int]:
+        """Numbers of the MTP modules, from 0 on, that tensors of these names belong to."""
+        offset = _value(config, "num_hidden_layers") if "{n}" in self.prefix else 0
+        found = (re.match(self.number, name) for name in names if self.is_head(name, config))
+        return {int(match[1]) - offset for match in found if match}
+
+    def is_head(self, name: str, config: Any) -> bool:
+        """Whether a checkpoint's tensor belongs to any MTP module."""
+        if "{n}" not in self.prefix:
+            return name.startswith(self.heads)
+        found = re.match(self.number, name)
+        return found is not None and int(found[1]) >= _value(config, "num_hidden_layers")
+
+    def roots(self, names: Iterable[str], config: Any) -> set[str]:
+        """What the names of MTP tensors among `names` begin with, each root of no other tensor."""
+        heads = (name for name in names if self.is_head(name, config))
+        return {re.match(self.number, name)[0] for name in heads} if "{n}" in self.prefix else {self.heads}
+
+    def projection(self, config: Any) -> str:
+        """Name of module 0's projection."""
+        return f"{self.first(config)}{self.proj}.weight"
+
+    def load_class(self, model_type: str, suffix: str) -> type:
+        """transformers' class `<Class><suffix>` of a model type of this family."""
+        name = model_type.removesuffix("_text")
+        return getattr(
+            importlib.import_module(f"transformers.models.{name}.modeling_{name}"), self.classes[model_type] + suffix
+        )
+
+
+_QWEN = {
+    "hidden_norm": "pre_fc_norm_hidden",
+    "token_norm": "pre_fc_norm_embedding",
+    "proj": "fc",
+    "layer": "layers.0",
+    "norm": "norm",
+}
+_NEXTN = {
+    "hidden_norm": "hnorm",
+    "token_norm": "enorm",
+    "proj": "eh_proj",
+    "norm": "shared_head.norm",
+    "layer": "",
+}
+MIMO = Family(
+    name="mimo",
+    classes={"qwen2": "Qwen2"},
+    count_key="num_nextn_predict_layers",
+    prefix="model.mtp_layers.0.",
+    heads="model.mtp_layers.",
+    number=r"model\.mtp_layers\.(\d+)\.",
+    proj="input_proj",
+    parts={"": ""},
+    zero_at_start=True,
+)
+FAMILIES = (
+    MIMO,
+    Family(
+        name="qwen3_next",
+        classes={"qwen3_next": "Qwen3Next"},
+        count_key="num_nextn_predict_layers",
+        prefix="mtp.",
+        heads="mtp.",
+        number=r"mtp\.layers\.(\d+)\.",
+        proj="fc",
+        parts=_QWEN,
+    ),
+    Family(
+        name="qwen3_5",
+        classes={"qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"},
+        count_key="mtp_num_hidden_layers",
+        prefix="mtp.",
+        heads="mtp.",
+        number=r"mtp\.layers\.(\d+)\.",
+        proj="fc",
+        parts=_QWEN,
+        rotary="TextRotaryEmbedding",
+    ),
+    Family(
+        name="deepseek_v3",
+        classes={"deepseek_v3": "DeepseekV3"},
+        count_key="num_nextn_predict_layers",
+        prefix="model.layers.{n}.",
+        heads="model.layers.",
+        number=r"model\.layers\.(\d+)\.",
+        proj="eh_proj",
+        parts=_NEXTN,
+        shared=("shared_head.head.weight", "embed_tokens.weight"),
+        zero_at_start=True,
+    ),
+    Family(
+        name="glm4_moe",
+        classes={"glm4_moe": "Glm4Moe"},
+        count_key="num_nextn_predict_layers",
+        prefix="model.layers.{n}.",
+        heads="model.layers.",
+        number=r"model\.layers\.(\d+)\.",
+        proj="eh_proj",
+        parts=_NEXTN,
+        shared=("shared_head.head.weight", "embed_tokens.weight"),
+        zero_at_start=True,
+        chains_normed=False,
+    ),
+)
+
+
+def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the decoder: `text_config` of a model that also sees."""
+    return config.get("text_config") or config
+
+
+def known_family(config: Mapping[str, Any]) -> Family | None:
+    """The family of a config.json, or None."""
+    model_type = decoder_config(config).get("model_type")
+    return next((family for family in FAMILIES if model_type in family.classes), None)
+
+
+def family_of(config: Mapping[str, Any], where: Path | str = "config.json") -> Family:
+    """The family of a config.json. Raises ValueError, with what is known and how to add one, where there is none."""
+    family = known_family(config)
+    if family is None:
+        known = ", ".join(f"{each.name} ({'/'.join(each.classes)})" for each in FAMILIES)
+        raise ValueError(
+            f"{where}: no MTP heads are known for model_type={decoder_config(config).get('model_type')}; expected one "
+            f"of {known}; another family takes a row of FAMILIES in bebop/mtp/families.py"
+        )
+    return family
+
+
+def claimed_layers(config: Mapping[str, Any]) -> int:
+    """MTP modules that a config.json claims to have."""
+    part = decoder_config(config)
+    return next((int(part[key]) for key in COUNT_KEYS if part.get(key)), 0)
+
+
+def is_head_name(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a tensor of a checkpoint with this config.json belongs to an MTP module; False for unknown families."""
+    family = known_family(config)
+    return family is not None and family.is_head(name, decoder_config(config))
+
+
+def _value(config: Any, key: str) -> Any:
+    return config[key] if isinstance(config, Mapping) else getattr(config, key)

@@ -1,0 +1,80 @@
+"""A head's tensors under the names of its module here, and under those of a checkpoint.
+
+A checkpoint has experts one by one (`experts.3.up_proj.weight`) or stacked (`experts.gate_up_proj`); transformers'
+modules have them stacked. Each checkpoint is written in the form that it came in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bebop.mtp.families import Family
+
+EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+LEAVES = ("gate_proj", "up_proj", "down_proj")
+FLOAT32 = ("e_score_correction_bias",)  # float32 whatever the checkpoint's dtype
+
+
+def to_checkpoint(family: Family, config: Any, state: Mapping[str, Tensor], *, stacked: bool) -> dict[str, Tensor]:
+    """A head's tensors under their names in a checkpoint. stacked: the form of the experts. Shares memory."""
+    table, named = list(family.parts.items()), {}
+    for name, tensor in state.items():
+        path = family.first(config) + _renamed(name, table)
+        parent, _, leaf = path.rpartition(".")
+        if stacked or not parent.endswith("experts"):
+            named[path] = tensor
+            continue
+        for i, expert in enumerate(tensor):
+            pieces = zip(LEAVES, expert.chunk(2), strict=False) if leaf == "gate_up_proj" else [(leaf, expert)]
+            named |= {f"{parent}.{i}.{piece}.weight": value for piece, value in pieces}
+    return named
+
+
+def from_checkpoint(parts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `to_checkpoint`. tensors: by their names behind the prefix, experts in either form.
+
+    Raises ValueError where experts are not whole.
+    """
+    back = sorted(((theirs, ours) for ours, theirs in parts.items()), reverse=True)  # "" last
+    state: dict[str, Tensor] = {}
+    experts: dict[str, dict[tuple[int, str], Tensor]] = {}
+    for name, tensor in tensors.items():
+        path = _renamed(name, back)
+        found = EXPERT.fullmatch(path)
+        if found:
+            experts.setdefault(found[1], {})[int(found[2]), found[3]] = tensor
+        else:
+            state[path] = tensor
+    for path, ones in experts.items():
+        count = 1 + max(number for number, _ in ones)
+        absent = [f"{i}.{leaf}" for i in range(count) for leaf in LEAVES if (i, leaf) not in ones]
+        if absent:
+            raise ValueError(f"{path}: {count} experts without {', '.join(absent[:4])}; expected each of them whole")
+        pairs = [torch.cat([ones[i, "gate_proj"], ones[i, "up_proj"]]) for i in range(count)]
+        state[f"{path}.gate_up_proj"] = torch.stack(pairs)
+        state[f"{path}.down_proj"] = torch.stack([ones[i, "down_proj"] for i in range(count)])
+    return state
+
+
+def stacks_experts(names: Iterable[str]) -> bool:
+    """Whether a checkpoint with these tensors stacks its experts."""
+    return any(name.endswith("experts.gate_up_proj") for name in names)
+
+
+def cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors in `dtype`, but for those that every checkpoint has in float32."""
+    return {name: tensor.to(torch.float32 if name.endswith(FLOAT32) else dtype) for name, tensor in tensors.items()}
+
+
+def _renamed(name: str, table: Iterable[tuple[str, str]]) -> str:
+    """`name` with its leading part replaced by the first row that fits; "" fits always, and may stand for nothing."""
+    for old, new in table:
+        if not old or name.startswith(old + "."):
+            rest = name.removeprefix(old + ".") if old else name
+            return f"{new}.{rest}" if new else rest
+    return name
