@@ -38,6 +38,7 @@ def head_loss(
     draft_hidden [K, N, D] with gradient; target_hidden [M, D]; weight [V, D]; target_index long [K, N], rows of
     target_hidden; labels long [K, N], the text's tokens (used by hard_ce alone). tau_max clamps each anchor's loss
     from above, by autograd, so the gradient is 0 where it clamps. Returns (scalar, alpha [K, N] detached float32).
+    impl: as in linear_tv_overlap for tv, e2e_tv and lk; the others have the reference alone and refuse another.
     Without anchors the loss is 0, with a zero gradient. Raises ValueError naming the argument; an unknown name lists
     the known ones.
     """
@@ -51,6 +52,8 @@ def head_loss(
         else:
             per_anchor = -alpha.clamp(min=MIN_ALPHA).log().mean(0)
     elif name in LOSSES:
+        if impl not in ("auto", "reference"):
+            raise ValueError(f"impl={impl!r}: the loss {name} has no such kernel; set loss.impl to auto or reference")
         row_function = getattr(divergences, name)
         if name == "hard_ce":
             _check_labels(labels, target_index, weight.shape[0])

@@ -1,12 +1,14 @@
 """Kernels for total-variation losses: the overlap sum_v min(p_v, q_v) of two token distributions. torch and triton
-only.
+only, and triton only where it runs.
 
-`impl="reference"` is chunked torch with hand-written gradients; `naive` holds the formulas in their plainest form.
+`naive` holds the formulas in their plainest form; `dispatch` says which implementation computes what.
 """
 
 from bebop_kernels import naive
-from bebop_kernels.linear_overlap import linear_rows, linear_tv_overlap
-from bebop_kernels.overlap import overlap_rows, tv_overlap
+from bebop_kernels.linear_overlap import linear_tv_overlap
+from bebop_kernels.linear_rows import linear_rows
+from bebop_kernels.overlap import tv_overlap
+from bebop_kernels.reference_overlap import overlap_rows
 from bebop_kernels.rows import Rows
 from bebop_kernels.statistics import TvStatistics, tv_statistics
 

@@ -6,8 +6,7 @@
 | target_logits | none, the target is a constant                             |
 
 This is Bebop's -q_j ([q_j <= p_j] - S') for the loss 1 - alpha with S' = 1 - S: written with S it is exactly 0 where
-p == q. The only [N, V] buffer is the gradient itself; forward keeps nothing and backward recomputes the rows chunk by
-chunk.
+p == q. Forward and backward are operators of torch's library, which torch.compile takes whole.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bebop_kernels.rows import Rows, all_sum, check_float, check_impl, check_temperature, chunk_rows, normalise
+from bebop_kernels.dispatch import check_impl, load
+from bebop_kernels.rows import check_float, check_temperature
+from bebop_kernels.tensor_parallel import check_whole, group_name, group_of
 
 
 def tv_overlap(
@@ -30,51 +31,62 @@ def tv_overlap(
 ) -> Tensor:
     """Acceptance probability of one draft token per row, under rejection sampling.
 
-    draft_logits, target_logits [N, V], any float types, -inf allowed; with `tp_group` each rank's shard of V.
-    Returns alpha [N] in [0, 1], float32 (float64 if both are). Gradient to draft_logits only.
-    Raises ValueError naming the argument on wrong shapes, NaN, +inf, or a temperature that is not above 0.
+    draft_logits, target_logits [N, V], any float types, -inf allowed; with `tp_group` each rank's shard of V, which
+    may differ in width and be empty. Returns alpha [N] in [0, 1], float32 (float64 if both are). Gradient to
+    draft_logits only. Raises ValueError naming the argument on wrong shapes, devices, NaN, +inf, a temperature that is
+    not above 0, a shard without its group, or an `impl` that cannot run here.
     """
     check_impl(impl)
     check_temperature(temperature)
+    for argument, value in (("draft_logits", draft_logits), ("target_logits", target_logits)):
+        check_whole(argument, value, tp_group)
     check_float("draft_logits", draft_logits, "[N, V]", None, None)
-    check_float("target_logits", target_logits, "[N, V] as draft_logits", *draft_logits.shape)
-    return _TvOverlap.apply(draft_logits, target_logits.detach(), float(temperature), tp_group)
+    check_float("target_logits", target_logits, "[N, V] as draft_logits", *draft_logits.shape, like=draft_logits)
+    return _overlap(draft_logits, target_logits.detach(), float(temperature), group_name(tp_group), impl)[0]
 
 
-def overlap_rows(
-    draft: Rows, target_probs: Tensor, want_grad: bool, tp_group: Any = None
-) -> tuple[Tensor, Tensor | None]:
-    """alpha [R] and its gradient on the *scaled* logits z / T [R, V] (None unless wanted)."""
-    alpha = all_sum(torch.minimum(draft.probs, target_probs).sum(-1), tp_group).clamp_(max=1)
-    if not want_grad:
-        return alpha, None
-    over = (draft.probs > target_probs).to(draft.probs.dtype)
-    over_mass = all_sum((draft.probs * over).sum(-1, keepdim=True), tp_group)
-    return alpha, draft.probs * over.neg_().add_(over_mass)
+@torch.library.custom_op("bebop::tv_overlap", mutates_args=())
+def _overlap(
+    draft_logits: Tensor, target_logits: Tensor, temperature: float, group: str, impl: str
+) -> tuple[Tensor, Tensor]:
+    chosen = load(impl, "overlap", draft_logits, target_logits)
+    return chosen.forward(draft_logits, target_logits, temperature, group_of(group))
 
 
-class _TvOverlap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, draft_logits, target_logits, temperature, tp_group):
-        ctx.save_for_backward(draft_logits, target_logits)
-        ctx.temperature, ctx.tp_group = temperature, tp_group
-        both = draft_logits.dtype == target_logits.dtype == torch.float64
-        alpha = draft_logits.new_empty(draft_logits.shape[0], dtype=torch.float64 if both else torch.float32)
-        step = chunk_rows(draft_logits.shape[1])
-        for a in range(0, alpha.shape[0], step):
-            draft = normalise(draft_logits[a : a + step], temperature, "draft_logits", tp_group)
-            target = normalise(target_logits[a : a + step], temperature, "target_logits", tp_group)
-            alpha[a : a + step] = overlap_rows(draft, target.probs, False, tp_group)[0]
-        return alpha
+@_overlap.register_fake
+def _(draft_logits, target_logits, temperature, group, impl):
+    both = draft_logits.dtype == target_logits.dtype == torch.float64
+    alpha = draft_logits.new_empty(draft_logits.shape[0], dtype=torch.float64 if both else torch.float32)
+    return alpha, alpha.new_empty(draft_logits.shape[0], 5)
 
-    @staticmethod
-    def backward(ctx, grad_alpha):
-        draft_logits, target_logits = ctx.saved_tensors
-        grad = torch.empty_like(draft_logits)
-        step = chunk_rows(draft_logits.shape[1])
-        for a in range(0, grad.shape[0], step):
-            draft = normalise(draft_logits[a : a + step], ctx.temperature, "draft_logits", ctx.tp_group)
-            target = normalise(target_logits[a : a + step], ctx.temperature, "target_logits", ctx.tp_group)
-            rows = overlap_rows(draft, target.probs, True, ctx.tp_group)[1]
-            grad[a : a + step] = rows.mul_(grad_alpha[a : a + step, None] / ctx.temperature)
-        return grad, None, None, None
+
+@torch.library.custom_op("bebop::tv_overlap_backward", mutates_args=())
+def _overlap_backward(
+    grad_alpha: Tensor,
+    draft_logits: Tensor,
+    target_logits: Tensor,
+    saved: Tensor,
+    temperature: float,
+    group: str,
+    impl: str,
+) -> Tensor:
+    chosen = load(impl, "overlap", draft_logits, target_logits)
+    return chosen.backward(grad_alpha, draft_logits, target_logits, saved, temperature, group_of(group))
+
+
+@_overlap_backward.register_fake
+def _(grad_alpha, draft_logits, target_logits, saved, temperature, group, impl):
+    return torch.empty_like(draft_logits)
+
+
+def _keep(ctx, inputs, output):
+    draft_logits, target_logits, *ctx.plain = inputs
+    ctx.save_for_backward(draft_logits, target_logits, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx, grad_alpha, _):
+    return _overlap_backward(grad_alpha, *ctx.saved_tensors, *ctx.plain), None, None, None, None
+
+
+_overlap.register_autograd(_differentiate, setup_context=_keep)

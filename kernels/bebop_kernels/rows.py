@@ -10,15 +10,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from bebop_kernels.tensor_parallel import gather, ordered_sum_of
 
 # Elements of one [rows, V] buffer. A chunk this size stays near the last-level cache; about six such buffers live at
 # once.
 CHUNK_ELEMENTS = 1 << 19
 MIN_CHUNK_ROWS = 32  # below this the matrix products of the linear kernels become bound by reading the weight
-
-IMPLEMENTATIONS = ("auto", "reference")
 
 
 class Rows(NamedTuple):
@@ -34,40 +33,44 @@ class Rows(NamedTuple):
         return self.shifted - self.log_z
 
 
-def chunk_rows(vocab_size: int) -> int:
-    """Rows per chunk so that one [rows, V] buffer holds about CHUNK_ELEMENTS."""
+def chunk_rows(vocab_size: int, group: Any = None) -> int:
+    """Rows per chunk so that one [rows, V] buffer holds about CHUNK_ELEMENTS; the same on every rank of a group."""
+    if group is not None:
+        vocab_size = int(gather(torch.tensor([vocab_size]), group).max())
     return max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // max(vocab_size, 1))
 
 
-def normalise(logits: Tensor, temperature: float, argument: str, tp_group: Any = None) -> Rows:
+def normalise(logits: Tensor, temperature: float, argument: str, group: Any = None) -> Rows:
     """Rows of softmax(logits / temperature). logits [R, V] of any float type; computed in float32, or float64 if given.
 
-    Raises ValueError naming `argument` where a row holds NaN or +inf.
+    Raises ValueError naming `argument` where a row holds NaN or +inf, on every rank of the group.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    peak = logits.amax(-1, keepdim=True)
-    bad = peak.isnan() | (peak == torch.inf)
-    if bad.any():
-        raise ValueError(f"{argument}: NaN or +inf in the logits of {int(bad.sum())} rows, expected numbers or -inf")
-    if tp_group is not None:
-        dist.all_reduce(peak, dist.ReduceOp.MAX, group=tp_group)
-    shifted = (logits - peak.masked_fill(peak == -torch.inf, 0)).div_(temperature)
+    peak = logits.amax(-1, keepdim=True) if logits.shape[1] else logits.new_full((len(logits), 1), -torch.inf)
+    shifted = (logits - safe(peak)).div_(temperature)
     probs = shifted.exp()
-    z = all_sum(probs.sum(-1, keepdim=True), tp_group)
+    z = probs.sum(-1, keepdim=True)
+    if group is not None:
+        peaks, sums = gather(torch.stack((peak, z)), group).unbind(1)
+        peak = peaks.amax(0)
+        z = ordered_sum_of((sums * ((peaks - safe(peak)) / temperature).exp()).unbind(0))
+        shifted = (logits - safe(peak)).div_(temperature)
+        probs = shifted.exp()
+    check_sums(argument, z)
     z = z.masked_fill_(z == 0, 1)
     return Rows(shifted, z.log(), probs.div_(z))
 
 
-def all_sum(value: Tensor, tp_group: Any) -> Tensor:
-    """Sum over the tensor-parallel ranks, in place; the value itself without a group."""
-    if tp_group is not None:
-        dist.all_reduce(value, dist.ReduceOp.SUM, group=tp_group)
-    return value
+def safe(peak: Tensor) -> Tensor:
+    """A maximum to subtract: 0 where there is nothing but -inf."""
+    return peak.masked_fill(peak == -torch.inf, 0)
 
 
-def check_impl(impl: str) -> None:
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl={impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
+def check_sums(argument: str, z: Tensor) -> None:
+    """Refuse rows with NaN or +inf in their logits, known by sum exp(z - max z): it is NaN for both."""
+    bad = int(z.isnan().sum())
+    if bad:
+        raise ValueError(f"{argument}: NaN or +inf in the logits of {bad} rows, expected numbers or -inf")
 
 
 def check_temperature(temperature: float) -> None:
@@ -75,8 +78,8 @@ def check_temperature(temperature: float) -> None:
         raise ValueError(f"temperature={temperature}: expected a finite number above 0")
 
 
-def check_float(argument: str, value: Tensor, shape: str, *sizes: int | None) -> None:
-    """Check type, rank and the sizes that are not None. `shape` is how the message writes what was expected."""
+def check_float(argument: str, value: Tensor, shape: str, *sizes: int | None, like: Tensor | None = None) -> None:
+    """Check type, device, rank and the sizes that are not None. `shape` is how the message writes what was expected."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         came = f"dtype {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{argument}: {came}, expected a floating-point tensor {shape}")
@@ -84,12 +87,23 @@ def check_float(argument: str, value: Tensor, shape: str, *sizes: int | None) ->
     if not fits:
         expected = "[" + ", ".join("*" if e is None else str(e) for e in sizes) + "]"
         raise ValueError(f"{argument}: shape {list(value.shape)}, expected {shape}, here {expected}")
+    check_device(argument, value, like)
 
 
-def check_indices(argument: str, value: Tensor, shape: tuple[int, ...], limit: int, what: str) -> None:
-    """Check a long tensor of exactly `shape` with values in [0, limit)."""
+def check_device(argument: str, value: Tensor, like: Tensor | None) -> None:
+    if like is not None and value.device != like.device:
+        raise ValueError(f"{argument}: on {value.device}, expected {like.device} as the other tensors")
+
+
+def check_ids(argument: str, value: Tensor, shape: tuple[int, ...], *, like: Tensor) -> None:
+    """Check type and shape of a long tensor. Its values are looked at inside the operator: `check_range`."""
     if not isinstance(value, Tensor) or value.dtype != torch.int64 or tuple(value.shape) != shape:
         came = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{argument}: {came}, expected torch.int64 {list(shape)}")
+    check_device(argument, value, like)
+
+
+def check_range(argument: str, value: Tensor, limit: int, what: str) -> None:
+    """Check that values are in [0, limit)."""
     if value.numel() and (int(value.min()) < 0 or int(value.max()) >= limit):
         raise ValueError(f"{argument}: values {int(value.min())}..{int(value.max())}, expected {what} in [0, {limit})")

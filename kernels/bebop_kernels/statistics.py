@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bebop_kernels.overlap import overlap_rows
-from bebop_kernels.rows import check_float, check_impl, check_indices, check_temperature, chunk_rows, normalise
+from bebop_kernels.dispatch import check_impl, load
+from bebop_kernels.rows import check_float, check_ids, check_range, check_temperature
+from bebop_kernels.tensor_parallel import check_whole
 
 
 class TvStatistics(NamedTuple):
@@ -42,42 +43,27 @@ def tv_statistics(
     """
     check_impl(impl)
     check_temperature(temperature)
+    for argument, value in (("draft_logits", draft_logits), ("target_logits", target_logits)):
+        check_whole(argument, value, None)
     check_float("draft_logits", draft_logits, "[N, V]", None, None)
-    check_float("target_logits", target_logits, "[N, V] as draft_logits", *draft_logits.shape)
-    num_rows, vocab_size = draft_logits.shape
+    check_float("target_logits", target_logits, "[N, V] as draft_logits", *draft_logits.shape, like=draft_logits)
     if tokens is not None:
-        check_indices("tokens", tokens, (num_rows,), vocab_size, "token ids")
-    step = chunk_rows(vocab_size)
-    chunks = [
-        _chunk(
-            draft_logits[a : a + step],
-            target_logits[a : a + step],
-            None if tokens is None else tokens[a : a + step, None],
-            float(temperature),
-        )
-        for a in range(0, num_rows, step)
-    ]
-    if not chunks:
-        empty = draft_logits.new_empty(0, dtype=torch.float32)
-        return TvStatistics(*[empty] * (5 if tokens is None else 7))
-    return TvStatistics(*(torch.cat(field) for field in zip(*chunks, strict=True)))
+        check_ids("tokens", tokens, draft_logits.shape[:1], like=draft_logits)
+    fields = _statistics(draft_logits, target_logits, tokens, float(temperature), impl)
+    return TvStatistics(*fields.unbind(0))
 
 
-def _chunk(draft_logits: Tensor, target_logits: Tensor, tokens: Tensor | None, temperature: float) -> list[Tensor]:
-    draft = normalise(draft_logits, temperature, "draft_logits")
-    target = normalise(target_logits, temperature, "target_logits")
-    log_p, log_q = target.logprobs, draft.logprobs
-    # xlogy-like: where p is 0 the term is 0, whatever the logarithm.
-    p_log_p = (target.probs * log_p).masked_fill_(target.probs == 0, 0)
-    q_log_q = (draft.probs * log_q).masked_fill_(draft.probs == 0, 0)
-    p_log_q = (target.probs * log_q).masked_fill_(target.probs == 0, 0)
-    fields = [
-        overlap_rows(draft, target.probs, False)[0],
-        -p_log_p.sum(-1),
-        -q_log_q.sum(-1),
-        target.probs.gather(1, draft.probs.argmax(-1, keepdim=True)).squeeze(1),
-        (p_log_p - p_log_q).sum(-1).clamp_(min=0),
-    ]
+@torch.library.custom_op("bebop::tv_statistics", mutates_args=())
+def _statistics(
+    draft_logits: Tensor, target_logits: Tensor, tokens: Tensor | None, temperature: float, impl: str
+) -> Tensor:
+    """[5 or 7, N] float32."""
     if tokens is not None:
-        fields += [log_p.gather(1, tokens).squeeze(1), log_q.gather(1, tokens).squeeze(1)]
-    return [field.float() for field in fields]
+        check_range("tokens", tokens, draft_logits.shape[1], "token ids")
+    chosen = load(impl, "statistics", draft_logits, target_logits)
+    return torch.stack(tuple(chosen.statistics(draft_logits, target_logits, tokens, temperature)))
+
+
+@_statistics.register_fake
+def _(draft_logits, target_logits, tokens, temperature, impl):
+    return draft_logits.new_empty(5 if tokens is None else 7, draft_logits.shape[0], dtype=torch.float32)

@@ -207,3 +207,11 @@ def test_expected_acceptance_refuses_other_shapes_and_nan():
         expected_acceptance(good, good / 0, good)
     with pytest.raises(ValueError, match=r"^alpha: shape \[3\]"):
         e2e_tv(torch.zeros(3))
+
+
+@pytest.mark.parametrize("name", ["hard_ce", "kl", "reverse_kl", "lk_hybrid"])
+def test_a_loss_without_a_kernel_refuses_to_be_asked_for_one(name):
+    draft, target, weight = torch.randn(1, 2, 3), torch.randn(3, 3), torch.randn(5, 3)
+    index = torch.tensor([[0, 1]])
+    with pytest.raises(ValueError, match=rf"^impl='cpu': the loss {name} has no such kernel"):
+        head_loss(name, draft, target, weight, index, index, impl="cpu")

@@ -255,7 +255,7 @@ class TestRefusals:
             bk.tv_overlap(torch.zeros(1, 2), torch.zeros(1, 2), temperature=temperature)
 
     def test_implementation(self):
-        with pytest.raises(ValueError, match=r"^impl='fast': expected one of auto, reference"):
+        with pytest.raises(ValueError, match=r"^impl='fast': expected one of auto, triton, cpu, reference"):
             bk.tv_overlap(torch.zeros(1, 2), torch.zeros(1, 2), impl="fast")
 
     def test_tokens_outside_the_vocabulary(self):
