@@ -82,6 +82,11 @@ def unavailable(impl: str, kernel: str, device: torch.device, dtypes: tuple[torc
         return f"cannot be imported ({error})"
 
 
+def load(impl: str, kernel: str, *tensors: torch.Tensor) -> ModuleType:
+    """The module that computes a kernel for these tensors."""
+    return module(choose(impl, kernel, tensors[0].device, tuple(t.dtype for t in tensors)), kernel)
+
+
 def interpreted() -> bool:
     """Whether triton runs its kernels in Python, on tensors of any device."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
