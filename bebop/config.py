@@ -140,6 +140,15 @@ class EvalConfig(Run):
     depth: int = Field(3, ge=1, le=5)
     logger: Logger = Logger()
 
+    @model_validator(mode="after")
+    def _one_draft_length(self) -> EvalConfig:
+        if self.rollout.draft_schedule is not None:
+            raise ConfigError(
+                "rollout.draft_schedule in eval: acceptance per depth is counted at one draft length; "
+                "set rollout.draft_schedule=null"
+            )
+        return self
+
 
 class BenchConfig(Run):
     model: Model

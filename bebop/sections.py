@@ -8,7 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from bebop import draft_schedule as schedules
 
 LossName = Literal["hard_ce", "kl", "reverse_kl", "tv", "e2e_tv", "lk", "lk_hybrid"]
 Rule = Literal["rejection", "target_only", "block"]
@@ -149,6 +151,10 @@ class RolloutSection(Section):
     rule: Rule = "rejection"
     # draft length gamma; at most the depth the head was trained for
     num_speculative_tokens: int = Field(3, ge=1)
+    # draft length by requests in the batch, engine=vllm: ranges such as {"1-16": 3, "64-128": 2, "256+": 0}, or the
+    # schedule.json that `bench` wrote; a gap keeps the k of the range below it, 0 is plain decoding. null: always
+    # num_speculative_tokens, which is also the largest k that a schedule may name
+    draft_schedule: dict[str, int] | None = None
     # draft tree verified in one pass, engine=torch: none is a chain; topk (EAGLE-2), rheo (RheoSampling), rrsw
     tree: TreeName = "none"
     # most children of an expanded node of the tree
@@ -176,6 +182,39 @@ class RolloutSection(Section):
     # share of the GPU's memory, on a GPU
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
 
+    @field_validator("draft_schedule", mode="before")
+    @classmethod
+    def _schedule_is_read(cls, given: Any) -> Any:
+        if given is None:
+            return None
+        if isinstance(given, (str, Path)):
+            return schedules.read(Path(given))
+        schedules.parse(given)
+        return {str(key): k for key, k in given.items()}
+
+    @model_validator(mode="after")
+    def _schedule_can_be_served(self) -> RolloutSection:
+        if self.draft_schedule is None:
+            return self
+        shown = schedules.text(self.draft_schedule)
+        for key, value, wanted in (
+            ("speculation", self.speculation, "mtp"),
+            ("engine", self.engine, "vllm"),
+            ("tree", self.tree, "none"),
+        ):
+            if value != wanted:
+                raise ValueError(
+                    f"rollout.draft_schedule={shown} with rollout.{key}={value}: set rollout.{key}={wanted}, or "
+                    "rollout.draft_schedule=null"
+                )
+        most = max(self.draft_schedule.values())
+        if most > self.num_speculative_tokens:
+            raise ValueError(
+                f"rollout.draft_schedule={shown} drafts {most} tokens, rollout.num_speculative_tokens="
+                f"{self.num_speculative_tokens}: raise rollout.num_speculative_tokens or lower the schedule"
+            )
+        return self
+
     @model_validator(mode="after")
     def _tree_needs_its_engine(self) -> RolloutSection:
         if self.tree == "none":
@@ -202,9 +241,11 @@ class RolloutSection(Section):
 
     @property
     def acceptance_rule(self) -> str:
-        """What an acceptance belongs to: a chain's rule, or a tree's method with all that shapes it but its depth."""
+        """What an acceptance belongs to: a chain's rule and schedule, or a tree's method and shape but its depth."""
         if self.tree == "none":
-            return self.rule
+            return (
+                f"{self.rule}, k by batch {schedules.text(self.draft_schedule)}" if self.draft_schedule else self.rule
+            )
         leads = "" if self.tree == "topk" else f", {self.tree_leads} leads"
         return f"{self.tree} tree of {self.tree_budget} nodes, {self.tree_width} wide{leads}"
 

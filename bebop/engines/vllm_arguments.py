@@ -9,6 +9,7 @@ from typing import Any
 from bebop.config import RolloutSection
 from bebop.engines import vllm_patches
 from bebop.engines.base import EngineRefused
+from bebop.engines.schedule import vllm_ranges
 from bebop.records import Sampling
 
 # vLLM 0.31.0 applies these to the first token of a verification step only, or not at all
@@ -45,6 +46,7 @@ def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dt
             "speculative_config": {
                 "method": "mtp",
                 "num_speculative_tokens": rollout.num_speculative_tokens,
+                "num_speculative_tokens_per_batch_size": vllm_ranges(rollout) if rollout.draft_schedule else None,
                 "draft_sample_method": "greedy" if rollout.rule == "target_only" else "probabilistic",
                 "rejection_sample_method": "block" if rollout.rule == "block" else "standard",
             },

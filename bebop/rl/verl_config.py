@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from bebop.config import ConfigError, GrpoConfig, check_depth
 from bebop.data.tasks import has_verifier
+from bebop.engines.schedule import vllm_ranges
 from bebop.wording import nearest
 
 LOGITS_BUDGET = 2**27  # largest number of logits in one training micro-batch, a fp32 tensor of 512 MiB
@@ -223,6 +224,10 @@ def overrides(
             ),
             "actor_rollout_ref.rollout.engine_kwargs.vllm.per_request_spec_decode_metrics": "summary",
         }
+        if rollout.draft_schedule:
+            keys[
+                "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.num_speculative_tokens_per_batch_size"
+            ] = vllm_ranges(rollout)
     if on_cpu:
         keys |= {
             "actor_rollout_ref.rollout.enforce_eager": True,

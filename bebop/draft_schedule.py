@@ -1,0 +1,98 @@
+"""Draft length by batch size: `{"1-16": 3, "64-128": 2, "256+": 0}`.
+
+Drafting trades target forwards for wider ones, which pays while the batch leaves the machine idle and stops paying
+when it does not: the best k falls as the batch grows. A range is "a-b", "a" or, last, "a+"; batch sizes between two
+ranges, and beyond the last, keep the k of the range below them. Pure functions, read by config and engines alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+KEY = "rollout.draft_schedule"
+
+
+class Range(NamedTuple):
+    """Batch sizes first to last, both included (last None: without end), and their draft length."""
+
+    first: int
+    last: int | None
+    k: int
+
+
+def parse(schedule: Mapping[str, int]) -> tuple[Range, ...]:
+    """Ranges in rising order. Raises ValueError on what is no range, overlaps, or leaves batch size 1 without a k."""
+    if not isinstance(schedule, Mapping) or not schedule:
+        raise ValueError(f'{KEY}={schedule!r}: expected ranges of batch sizes such as {{"1-16": 3, "17+": 0}}')
+    ranges = [_range(key, k) for key, k in schedule.items()]
+    if ranges[0].first != 1:
+        raise ValueError(f"{KEY}: the first range is {next(iter(schedule))!r}; it must begin at batch size 1")
+    for before, after in itertools.pairwise(ranges):
+        if before.last is None or after.first <= before.last:
+            raise ValueError(f"{KEY}: {_name(after)!r} after {_name(before)!r}: ranges must rise without overlap")
+    return tuple(ranges)
+
+
+def k_for(batch: int, schedule: Mapping[str, int] | tuple[Range, ...]) -> int:
+    """Draft length at a batch of `batch` requests. Raises ValueError for a batch below 1."""
+    ranges = schedule if isinstance(schedule, tuple) else parse(schedule)
+    if batch < 1:
+        raise ValueError(f"a batch of {batch} requests: expected 1 or more")
+    return next(entry.k for entry in reversed(ranges) if entry.first <= batch)
+
+
+def read(path: Path) -> dict[str, int]:
+    """The schedule in a JSON file: `bench`'s schedule.json, or the mapping alone. Raises ValueError with one line."""
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{KEY}={path}: {error}; expected the schedule.json of a bench, or a mapping") from None
+    schedule = content.get("schedule", content) if isinstance(content, dict) else content
+    parse(schedule)
+    return schedule
+
+
+def text(schedule: Mapping[str, int]) -> str:
+    """In a few characters: `1-16:3 64-128:2 256+:0`."""
+    return " ".join(f"{key}:{k}" for key, k in schedule.items())
+
+
+def from_sizes(best: Mapping[int, int]) -> dict[str, int]:
+    """The schedule of the best k at some batch sizes: each holds up to the next size measured, equal ones merged.
+
+    Between two sizes the k of the smaller is kept, as in a gap; below the smallest, the smallest's.
+    """
+    sizes = sorted(best)
+    if not sizes:
+        raise ValueError("no batch size was measured")
+    starts = [(1, best[sizes[0]])]
+    for size in sizes[1:]:
+        if best[size] != starts[-1][1]:
+            starts.append((size, best[size]))
+    ends = [first - 1 for first, _ in starts[1:]]
+    closed = {
+        (f"{first}-{last}" if last > first else str(first)): k for (first, k), last in zip(starts, ends, strict=False)
+    }
+    return closed | {f"{starts[-1][0]}+": starts[-1][1]}
+
+
+def _range(key: Any, k: Any) -> Range:
+    found = re.fullmatch(r"([1-9]\d*)(?:(\+)|-([1-9]\d*))?", str(key))
+    if not found:
+        raise ValueError(f'{KEY}: {key!r} is no range of batch sizes; expected "1-16", "8" or "64+"')
+    if isinstance(k, bool) or not isinstance(k, int) or k < 0:
+        raise ValueError(f"{KEY}: {key!r}: {k!r} is no draft length; expected a whole number, 0 for none")
+    first = int(found[1])
+    last = None if found[2] else int(found[3] or first)
+    if last is not None and last < first:
+        raise ValueError(f"{KEY}: {key!r} ends before it begins")
+    return Range(first, last, k)
+
+
+def _name(entry: Range) -> str:
+    return f"{entry.first}+" if entry.last is None else f"{entry.first}-{entry.last}"
