@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bebop.config import Task
-from bebop.data.tasks import dataset, has_verifier, worked_solution
+from bebop.data.tasks import dataset, has_verifier, num_items, worked_solution
 from bebop.records import Prompt
 
 # Sixteenths of all questions. pretrain: the tiny policy; train, heldout: the heads; rl: GRPO; eval: the eval command.
@@ -60,7 +60,7 @@ class _Questions:
 
     def next(self, solutions: bool) -> Prompt:
         for _ in range(MAX_TRIES):
-            self.index += 1
+            self.index = (self.index + 1) % num_items(self.task.name)
             item = self.items[self.index]
             if split_of(item["question"]) == self.split:
                 return self._prompt(item, solutions)

@@ -143,3 +143,13 @@ with ThreadPoolExecutor(8) as pool:
 def test_unknown_split_is_named():
     with pytest.raises(ValueError, match=r"split='test'.*rl"):
         make_prompts([CHAIN], 1, 0, "test")
+
+
+@pytest.mark.parametrize("name", ["gsm_symbolic", "list_functions"])
+def test_a_data_set_that_lists_its_items_is_made_at_once(name):
+    """reasoning-gym keeps a list of `size` entries for these: 2^31 would be 17 GB."""
+    from bebop.data.tasks import dataset
+
+    prompts = make_prompts([Task(name=name)], 3, 0, "eval", solutions=False)
+    assert len({prompt.text for prompt in prompts}) == 3
+    assert len(dataset(name, {})) <= 2**20
