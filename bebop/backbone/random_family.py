@@ -12,7 +12,8 @@ from torch import Tensor
 from bebop.mtp import head_state, init_heads, write_checkpoint
 from bebop.mtp.names import cast
 
-GATED = {"partial_rotary_factor": 0.5, "rope_theta": 10000.0, "rope_type": "default"}
+# as in published configs: vLLM reads partial_rotary_factor from beside rope_parameters, where transformers leaves .25
+GATED = {"partial_rotary_factor": 0.25, "rope_theta": 10000.0, "rope_type": "default"}
 SOFTMAX_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 SIGMOID_EXPERTS = {
     "n_routed_experts": 4,
@@ -61,7 +62,8 @@ def family_config(
     }
     softmax = {**SOFTMAX_EXPERTS, "moe_intermediate_size": experts, "shared_expert_intermediate_size": experts}
     sigmoid = {**SIGMOID_EXPERTS, "moe_intermediate_size": experts}
-    latent = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    # vLLM's MLA on a CPU takes DeepSeek's own cache width alone: 512 + 64
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
     own: dict[str, dict[str, Any]] = {
         "qwen3_5_text": gated,
         "qwen3_5_moe_text": gated | softmax,

@@ -1,12 +1,13 @@
 """Corrections to the installed vLLM, each with the upstream fault, the versions it was checked on, and its switch.
 
-| patch         | where | upstream fault                                                                        |
-|---------------|-------|---------------------------------------------------------------------------------------|
-| expand_batch  | CPU   | temperatures are cast to int64 for draft tokens: speculation at T != 1 is biased      |
-| plain_weights | CPU   | linears are prepacked and freed: weights cannot be updated in place                   |
-| request_stats | any   | counts moved to CompletionOutput; verl 0.9.1 reads them from RequestOutput.metrics    |
-| seeded_drafts | any   | drafts come from the engine's random stream: a request's seed does not fix its tokens |
-| text_only     | any   | Qwen3.5 without eyes does not load without torchvision, for a function of its images  |
+| patch         | where | upstream fault                                                                             |
+|---------------|-------|--------------------------------------------------------------------------------------------|
+| expand_batch  | CPU   | temperatures are cast to int64 for draft tokens: speculation at T != 1 is biased           |
+| plain_weights | CPU   | linears are prepacked and freed: weights cannot be updated in place                        |
+| request_stats | any   | counts moved to CompletionOutput; verl 0.9.1 reads them from RequestOutput.metrics         |
+| seeded_drafts | any   | drafts come from the engine's random stream: a request's seed does not fix its tokens      |
+| head_rotary   | CPU   | queries of DeepSeek's attention are turned wrongly: the policy served is not the one given |
+| text_only     | any   | Qwen3.5 without eyes does not load without torchvision, for a function of its images       |
 
 vLLM is imported only inside functions: this module is read in every vLLM process, and by tests without it.
 """
@@ -160,6 +161,23 @@ def redraw_seeded(
             tokens[row] = (probs[row] / noise).argmax()
 
 
+def _apply_head_rotary() -> None:
+    """The CPU operator takes [T, heads, width] for [T, heads * width] with wrong strides; it is given the latter."""
+    from vllm import _custom_ops
+
+    stock = _custom_ops.rotary_embedding
+
+    @functools.wraps(stock)
+    def by_rows(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, *args: Any, **kwargs: Any):
+        given = [x for x in (query, key) if x is not None and x.dim() == 3]
+        flat = {id(x): x.flatten(1).clone(memory_format=torch.contiguous_format) for x in given}
+        stock(positions, flat.get(id(query), query), flat.get(id(key), key), *args, **kwargs)
+        for x in given:
+            x.copy_(flat[id(x)].view(x.shape))
+
+    _replace(_custom_ops, "rotary_embedding", by_rows)
+
+
 def _apply_text_only() -> None:
     """vLLM's qwen2_vl.py and qwen3_vl.py, which qwen3_5.py stands on, take `smart_resize` from a file of transformers
     that imports torchvision; the file beside it, for PIL, has the same function."""
@@ -192,6 +210,7 @@ PATCHES = (
     Patch("plain_weights", False, lambda: on_cpu() and os.environ.get(PLAIN_WEIGHTS_ENV) == "1", _apply_plain_weights),
     Patch("request_stats", False, lambda: True, _apply_request_stats),
     Patch("seeded_drafts", False, lambda: True, _apply_seeded_drafts),
+    Patch("head_rotary", False, lambda: on_cpu(), _apply_head_rotary),
     Patch("text_only", False, lambda: importlib.util.find_spec("torchvision") is None, _apply_text_only),
 )
 _status: dict[str, str] = {}

@@ -69,6 +69,7 @@ def main(policy: str, rounds_file: str, out: str, *temperatures: str) -> None:
         name = record.pop("request")
         record["text"] = next(text for key, text in texts.items() if name == key or name.startswith(f"{key}-"))
     torch.save(records, out)
+    GPUModelRunner.propose_draft_token_ids, SpecDecodeBaseProposer.propose = stock_step, stock_propose
 
 
 if __name__ == "__main__":

@@ -1,0 +1,70 @@
+"""Every family's drafts in training equal those of vLLM's own module: one q at every depth, float32.
+
+The engine runs whole, on small random checkpoints that it loads as they are: MLA, q/k norms, gates, partial rotary,
+shared key heads and experts are its own kernels. Decoders have full attention here: vLLM 0.31's gated delta net has no
+float32 kernel on a CPU (the head has none in any family; transformers' own is tested in test_families.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bebop.backbone import load_backbone, random_checkpoint
+from bebop.data import pack
+from bebop.mtp import draft_hidden, load_heads
+
+DEPTH = 3
+MODEL_TYPES = ("qwen3_5_text", "qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text")
+
+
+@pytest.fixture(scope="module")
+def folder(repo, tmp_path_factory) -> Path:
+    """One random policy of each family, and the drafts of a real run on it: a prompt of one token, and longer ones."""
+    folder = tmp_path_factory.mktemp("families")
+    for seed, model_type in enumerate(MODEL_TYPES):
+        random_checkpoint(folder / model_type, model_type=model_type, num_heads=4, seed=seed, linear_layers=False)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 300, (n,), generator=generator).tolist() for n in (1, 2, 7, 33, 70)]
+    (folder / "rounds.json").write_text(json.dumps([prompts]))
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCH_COMPILE_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    script = Path(__file__).with_name("record_family_drafts.py")
+    command = [sys.executable, script, folder, folder / "rounds.json", *MODEL_TYPES]
+    done = subprocess.run(command, cwd=repo, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@torch.no_grad()
+def test_training_drafts_equal_the_engines_in_every_family(folder, model_type):
+    failed = folder / f"{model_type}.txt"
+    assert not failed.exists(), failed.read_text()[-3000:]
+    # A last step may accept beyond max_tokens: its text is cut, so its anchor is not in it.
+    records = [r for r in torch.load(folder / f"{model_type}.pt") if r["anchor"] < len(r["text"])]
+    backbone = load_backbone(folder / model_type, dtype=torch.float32)
+    head = load_heads(folder / model_type)
+    documents = [[*r["text"][: r["anchor"] + 1], r["next"], *r["drafts"][: DEPTH - 1]] for r in records]
+    (batch,) = pack([(ids, [1] * len(ids)) for ids in documents], 1 << 20)
+    hidden = backbone.hidden(batch.input_ids, batch.position_ids, batch.cu_seqlens)
+    packed = (batch.input_ids, batch.cu_seqlens, batch.position_ids)
+    anchors = batch.cu_seqlens[:-1].long() + torch.tensor([r["anchor"] for r in records])
+    rows = draft_hidden(head, hidden, backbone.embed_weight, *packed, DEPTH, anchors=anchors)
+    q = (rows @ backbone.lm_head_weight.T).softmax(-1).transpose(0, 1)
+    worst = (q - torch.stack([r["q"] for r in records])).abs().amax((0, 2))
+    print(f"{model_type}: {len(records)} drafts, largest |q - q engine| at depths 1..{DEPTH}: {worst.tolist()}")
+    assert len(records) > 30
+    assert any(r["anchor"] == 0 for r in records), "no anchor at position 0, where some families mask the embedding"
+    assert (worst < 1e-4).all()
