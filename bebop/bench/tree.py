@@ -155,6 +155,7 @@ def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
 def variants(config: BenchConfig) -> list[Variant]:
     """What to compare, in the order of the table; each as a rollout section of the torch engine."""
     wanted, base = config.bench.tree, config.rollout.model_dump() | {"engine": "torch", "speculation": "mtp"}
+    base["max_num_seqs"] = max(config.bench.batch_sizes)  # every engine's cache is there at once
     most = config.rollout.tree_width - 1
     for leads in [*wanted.leads, RRSW_LEADS]:
         if not 0 <= leads <= most:
