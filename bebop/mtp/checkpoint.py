@@ -76,6 +76,16 @@ def read_config(path: Path) -> dict[str, Any]:
     return json.loads((Path(path) / "config.json").read_text())
 
 
+def num_mtp_layers(path: Path) -> int:
+    """MTP layers of a policy directory, as an engine finds them: those that config.json claims, or, where it is silent
+    (published Qwen3-Next), those that there are tensors of."""
+    config = read_config(path)
+    family, claimed = known_family(config), claimed_layers(config)
+    if claimed or family is None or family.count_key in decoder_config(config):
+        return claimed
+    return len(family.modules(Tensors(path), decoder_config(config)))
+
+
 def write_checkpoint(
     source_dir: Path,
     dest_dir: Path,

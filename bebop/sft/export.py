@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bebop.data.distill import META
 from bebop.monitor.store import package_versions, read_json
-from bebop.mtp import HEAD_PREFIX, checkpoint_checksums, write_checkpoint
+from bebop.mtp import checkpoint_checksums, head_tensors, write_checkpoint
 from bebop.sft.deepspeed_adapter import write_json
 from bebop.sft.job import Job
 from bebop.sft.scoring import Acceptance
@@ -24,7 +24,7 @@ def export(job: Job, tensors: Mapping[str, Tensor], scored: Acceptance, facts: M
     """
     config, text = job.config, read_json(job.text_dir / META)
     dtype = getattr(torch, config.model.dtype)
-    heads = {f"{HEAD_PREFIX}0.{name}": tensor.to(dtype) for name, tensor in tensors.items()}
+    heads = head_tensors(job.policy_dir, tensors, dtype)
     provenance = {
         "made_by": "bebop.sft",
         "versions": package_versions(),
