@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
 from torch import Tensor
@@ -23,6 +24,17 @@ class EngineRefused(EngineError):
 
 class EngineDied(EngineError):
     """The engine's process ended or broke; nothing more can be generated. Carries the engine's own error."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an engine, as its owner saw it end."""
+
+    ended_s: float  # time.perf_counter()
+    running: int  # requests left in the batch
+    prompt_tokens: int
+    tokens: int  # response tokens that came out
+    drafts: int  # requests that carried a draft
 
 
 class RolloutEngine(Protocol):

@@ -16,14 +16,17 @@ import logging
 import os
 import tempfile
 import threading
+import time
+from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from bebop.config import RolloutSection
-from bebop.engines import vllm_patches
-from bebop.engines.base import EngineDied, EngineError, EngineRefused, Weights
+from bebop.draft_schedule import parse
+from bebop.engines import vllm_patches, vllm_schedule
+from bebop.engines.base import EngineDied, EngineError, EngineRefused, Step, Weights
 from bebop.engines.environment import GENERAL, LOG_ENV, PARENT_ENV, applied, cpu_environment, last_error, missing
 from bebop.engines.vllm_arguments import engine_arguments, refuse_block, sampling_values, stamp
 from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
@@ -45,6 +48,7 @@ class VllmEngine:
         self._ids = itertools.count()
         self._spans: dict[str, list[tuple[int, int]]] = {}  # request -> (tokens it had, version until then)
         self._counts = DraftCounts()
+        self._steps: deque[Step] = deque(maxlen=100_000)
         self._paused = False
         self._llm: Any = None
         self._processes: list[Any] = []
@@ -232,6 +236,25 @@ class VllmEngine:
     def counts(self) -> DraftCounts:
         return self._counts
 
+    def take_steps(self) -> list[Step]:
+        """The steps since this was last asked, oldest first."""
+        steps = list(self._steps)
+        self._steps.clear()
+        return steps
+
+    def set_draft_schedule(self, schedule: Mapping[str, int]) -> None:
+        """Draft by `schedule` from the next step on. Raises EngineRefused where the engine was started without one."""
+        if self.rollout.draft_schedule is None:
+            raise EngineRefused("draft lengths can change where rollout.draft_schedule is set; this engine has none")
+        most = max(entry.k for entry in parse(schedule))
+        if most > self.rollout.num_speculative_tokens:
+            raise EngineRefused(
+                f"a schedule of {most} draft tokens: the engine was started with rollout.num_speculative_tokens="
+                f"{self.rollout.num_speculative_tokens}"
+            )
+        lengths = vllm_schedule.lookup(schedule, self.rollout.max_num_seqs)
+        self._run(self._llm.engine_core.call_utility_async(vllm_schedule.METHOD, lengths))
+
     @property
     def process_ids(self) -> list[int]:
         """Process ids of the engine core."""
@@ -314,6 +337,16 @@ class VllmEngine:
 
             def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
                 drafted = getattr(scheduler_stats, "spec_decoding_stats", None)
+                if scheduler_stats is not None and iteration_stats is not None:
+                    engine._steps.append(
+                        Step(
+                            ended_s=time.perf_counter(),
+                            running=scheduler_stats.num_running_reqs,
+                            prompt_tokens=iteration_stats.num_prompt_tokens,
+                            tokens=iteration_stats.num_generation_tokens,
+                            drafts=drafted.num_drafts if drafted is not None else 0,
+                        )
+                    )
                 if drafted is not None:
                     per_depth = tuple(drafted.num_accepted_tokens_per_pos)
                     engine._counts += DraftCounts(drafted.num_drafts, drafted.num_draft_tokens, per_depth)

@@ -8,6 +8,7 @@
 | seeded_drafts | any   | drafts come from the engine's random stream: a request's seed does not fix its tokens      |
 | head_rotary   | CPU   | queries of DeepSeek's attention are turned wrongly: the policy served is not the one given |
 | text_only     | any   | Qwen3.5 without eyes does not load without torchvision, for a function of its images       |
+| draft_lengths | any   | draft lengths by batch size are fixed at the start: timing every k takes an engine each |
 
 vLLM is imported only inside functions: this module is read in every vLLM process, and by tests without it.
 """
@@ -25,6 +26,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from bebop.engines import vllm_schedule
 
 logger = logging.getLogger("bebop.engines")
 
@@ -211,6 +214,7 @@ PATCHES = (
     Patch("request_stats", False, lambda: True, _apply_request_stats),
     Patch("seeded_drafts", False, lambda: True, _apply_seeded_drafts),
     Patch("head_rotary", False, lambda: on_cpu(), _apply_head_rotary),
+    Patch("draft_lengths", False, lambda: True, vllm_schedule.apply),
     Patch("text_only", False, lambda: importlib.util.find_spec("torchvision") is None, _apply_text_only),
 )
 _status: dict[str, str] = {}

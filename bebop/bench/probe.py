@@ -1,0 +1,126 @@
+"""What the planner needs, measured on the running engines: step times at k = 0..K, and the acceptance of the heads.
+
+One engine serves every k (`VllmEngine.set_draft_schedule`). All lengths and the engine without speculation take turns
+in each pass, so that a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from bebop.bench.planner import Window, acceptance, full_steps
+from bebop.engines.vllm_engine import VllmEngine
+from bebop.records import DraftCounts, Sampling
+
+PASSES = 3
+PROBE_TOKENS = 20  # response tokens of a request in each probe
+HEADS = ("mtp_layers.", "mtp.", "model.mtp")
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Probed:
+    """step_s: batch -> [K+1] median step at k = 0..K; plain_s: batch -> median step without speculation.
+
+    accepted: [K] P(first j drafts accepted); drafts: how many drafts stand behind its first entry.
+    """
+
+    step_s: dict[int, tuple[float, ...]]
+    plain_s: dict[int, float]
+    accepted: tuple[float, ...]
+    drafts: int
+
+
+def probe(plain: VllmEngine, drafting: VllmEngine, batches: Mapping[int, Prompts], sampling: Sampling) -> Probed:
+    """Time both engines on each batch; `sampling` but for its length."""
+    most = drafting.rollout.num_speculative_tokens
+    windows: dict[tuple[int, int | None], Window] = {}
+    counted = {k: DraftCounts() for k in range(1, most + 1)}
+    turns = [(size, k) for size in batches for k in (None, *range(most + 1))]
+    for number in tqdm(range(-1, PASSES), desc="step times"):
+        for size, k in turns if number % 2 else turns[::-1]:
+            engine = plain if k is None else drafting
+            if k is not None:
+                drafting.set_draft_schedule({"1+": k})
+            before = drafting.counts()
+            tokens = PROBE_TOKENS if number >= 0 else 4  # the first pass warms up
+            engine.take_steps()
+            engine.generate(batches[size], _of_length(sampling, tokens))
+            if number < 0:
+                continue
+            window = full_steps(engine.take_steps(), size)
+            windows[size, k] = windows[size, k] + window if (size, k) in windows else window
+            if k:
+                counted[k] += difference(drafting.counts(), before)
+    rates = acceptance({k: (counts.num_drafts, counts.accepted_per_depth[:k]) for k, counts in counted.items()})
+    return Probed(
+        step_s={size: tuple(windows[size, k].step_s for k in range(most + 1)) for size in batches},
+        plain_s={size: windows[size, None].step_s for size in batches},
+        accepted=rates,
+        drafts=sum(counts.num_drafts for counts in counted.values()),
+    )
+
+
+def difference(after: DraftCounts, before: DraftCounts) -> DraftCounts:
+    """What was counted between two readings."""
+    depths = len(after.accepted_per_depth)
+    then = tuple(before.accepted_per_depth) + (0,) * (depths - len(before.accepted_per_depth))
+    return DraftCounts(
+        after.num_drafts - before.num_drafts,
+        after.num_draft_tokens - before.num_draft_tokens,
+        tuple(a - b for a, b in zip(after.accepted_per_depth, then, strict=True)),
+    )
+
+
+def memory_bytes_per_s(size: int = 2**28, repeats: int = 7) -> float:
+    """Speed at which this machine reads memory, the best of some sums over `size` bytes by torch's threads."""
+    block = torch.ones(size // 4)
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        block.sum()
+        times.append(time.perf_counter() - started)
+    return size / min(times)
+
+
+def weight_bytes(policy_dir: Path) -> dict[str, int]:
+    """Bytes of what passes read, out of the headers of a directory's safetensors: "backbone", "heads", "lm_head".
+
+    "backbone" is what a target forward reads: every layer and the lm_head, but no table of embeddings, of which a few
+    rows are read, unless it is the lm_head too.
+    """
+    sizes = {"backbone": 0, "heads": 0, "lm_head": 0}
+    embeddings = 0
+    for name, size in _tensors(policy_dir):
+        if any(part in name for part in HEADS):
+            sizes["heads"] += size
+        elif name.endswith("embed_tokens.weight"):
+            embeddings += size
+        else:
+            sizes["backbone"] += size
+            sizes["lm_head"] += size if name == "lm_head.weight" else 0
+    if not sizes["lm_head"]:  # tied
+        sizes["lm_head"] = embeddings
+        sizes["backbone"] += embeddings
+    return sizes
+
+
+def _tensors(policy_dir: Path) -> Iterator[tuple[str, int]]:
+    for path in sorted(policy_dir.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                yield name, last - first
+
+
+def _of_length(sampling: Sampling, tokens: int) -> Sampling:
+    return Sampling(**{**sampling.__dict__, "max_tokens": tokens})

@@ -1,0 +1,100 @@
+"""The planner's arithmetic: what a step is worth, which steps count, and when drafting does not pay."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from bebop.bench import plan_plot
+from bebop.bench.planner import MARGIN, acceptance, acceptance_lengths, choose, floor_s, full_steps
+from bebop.bench.probe import difference, memory_bytes_per_s, weight_bytes
+from bebop.engines.base import Step
+from bebop.records import DraftCounts
+
+RATES = (0.6, 0.3, 0.1)
+
+
+def test_acceptance_length_of_k_drafts_is_one_more_than_the_first_k_rates():
+    assert acceptance_lengths(RATES) == pytest.approx((1.0, 1.6, 1.9, 2.0))
+
+
+def test_drafts_of_every_length_tell_about_the_depths_they_reach():
+    counts = {1: (100, (50,)), 2: (100, (70, 30)), 3: (200, (120, 70, 20))}
+    assert acceptance(counts) == pytest.approx((240 / 400, 100 / 300, 20 / 200))
+    with pytest.raises(ValueError, match="no draft of 2 tokens"):
+        acceptance({1: (10, (5,)), 2: (0, (0, 0))})
+
+
+def test_the_choice_is_the_most_tokens_per_second_and_zero_where_nothing_pays():
+    step_s = {1: (0.100, 0.110, 0.120, 0.150), 64: (0.5, 0.9, 1.2, 1.6), 8: (0.10, 0.15, 0.185, 0.22)}
+    choices = choose(step_s, {1: 0.098, 8: 0.10, 64: 0.5}, RATES)
+    assert [(choice.batch_size, choice.k) for choice in choices] == [(1, 2), (8, 1), (64, 0)]
+    assert choices[0].tokens_per_s == pytest.approx([1 / 0.1, 1.6 / 0.11, 1.9 / 0.12, 2.0 / 0.15])
+    assert choices[0].speedup == pytest.approx(1.9 / 0.12 * 0.098)
+    assert choices[2].speedup == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("gain", "k"), [(MARGIN / 2, 0), (MARGIN * 2, 1)])
+def test_a_gain_within_the_margin_is_left_alone(gain, k):
+    (choice,) = choose({4: (1.0, 1.5 / (1 + gain))}, {4: 1.0}, (0.5,))
+    assert choice.k == k
+
+
+def test_a_gain_over_the_drafting_engines_own_plain_steps_alone_does_not_count():
+    (choice,) = choose({4: (1.2, 1.5)}, {4: 1.0}, (0.4,))  # 1.4 / 1.5 beats 1 / 1.2, not 1 / 1.0
+    assert choice.k == 0
+
+
+def steps(*entries):
+    return [
+        Step(ended_s=end, running=running, prompt_tokens=prompt, tokens=n, drafts=0)
+        for end, running, prompt, n in entries
+    ]
+
+
+def test_only_steps_in_which_the_whole_batch_decodes_are_timed():
+    # a prefill of two, then three steps of both, one of them with a new prompt, then one finishes
+    window = full_steps(steps((0, 1, 9, 1), (1, 2, 9, 1), (3, 2, 0, 5), (4, 2, 0, 3), (9, 2, 7, 2), (10, 1, 0, 4)), 2)
+    assert window.seconds == (2, 1)
+    assert window.tokens == 8
+    assert window.tokens_per_s == pytest.approx(8 / 3)
+    assert (window + window).step_s == 1.5
+    with pytest.raises(ValueError, match="no step decoded 3 requests together, 2 at most"):
+        full_steps(steps((0, 2, 0, 1), (1, 2, 0, 1)), 3)
+
+
+def test_the_floor_counts_heads_and_lm_head_once_per_draft():
+    weights = {"backbone": 100, "heads": 10, "lm_head": 30}
+    floors = [floor_s(weights, 10.0, k, speculating=True) for k in range(4)]
+    assert floors == [11.0, 14.0, 18.0, 22.0]
+    assert floor_s(weights, 10.0, 0, speculating=False) == 10.0
+    assert memory_bytes_per_s(2**20, 2) > 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bytes_of_a_pass_leave_out_the_table_of_embeddings_unless_it_is_the_lm_head(tmp_path, tied):
+    half = torch.bfloat16
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(10, 4, dtype=half),
+        "model.layers.0.mlp.up_proj.weight": torch.zeros(4, 4, dtype=half),
+        "model.mtp_layers.0.input_proj.weight": torch.zeros(4, 8, dtype=half),
+    }
+    if not tied:
+        tensors["lm_head.weight"] = torch.zeros(10, 4, dtype=half)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert weight_bytes(tmp_path) == {"backbone": 32 + 80, "heads": 64, "lm_head": 80}
+
+
+def test_counts_between_two_readings():
+    after = DraftCounts(10, 30, (6, 3, 1))
+    assert difference(after, DraftCounts()) == after
+    assert difference(after, DraftCounts(4, 12, (2, 1, 0))) == DraftCounts(6, 18, (4, 2, 1))
+
+
+def test_the_plot_marks_what_was_chosen(tmp_path):
+    row = {"batch_size": 1, "k": 0, "speedup": 0.98, "chosen": False}
+    table = [row, row | {"k": 1, "speedup": 1.4, "chosen": True}, row | {"k": "none", "speedup": 1.0}]
+    table += [entry | {"batch_size": 8, "chosen": entry["k"] == 0} for entry in table]
+    rings = [line for line in plan_plot.figure(table).axes[0].lines if line.get_markersize() == 12]
+    assert sorted((line.get_xdata()[0], line.get_ydata()[0]) for line in rings) == [(1, 1.4), (8, 0.98)]
+    plan_plot.write(table, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 5000
