@@ -42,6 +42,7 @@ class DraftCounts:
     num_drafts: int = 0  # target forwards that carried a draft
     num_draft_tokens: int = 0
     accepted_per_depth: tuple[int, ...] = ()  # [K] drafts accepted at depth 1..K (depth j implies 1..j-1)
+    mixed_lengths: bool = False  # drafts of several lengths on purpose, by rollout.draft_schedule
 
     def __add__(self, other: DraftCounts) -> DraftCounts:
         width = max(len(self.accepted_per_depth), len(other.accepted_per_depth))
@@ -50,6 +51,7 @@ class DraftCounts:
             self.num_drafts + other.num_drafts,
             self.num_draft_tokens + other.num_draft_tokens,
             tuple(a + b for a, b in zip(*pad, strict=True)),
+            self.mixed_lengths or other.mixed_lengths,
         )
 
     @property
@@ -59,8 +61,13 @@ class DraftCounts:
 
     @property
     def conditional_acceptance(self) -> tuple[float | None, ...]:
-        """[K] P(depth j accepted | depth j-1 accepted); None where the condition was never met."""
+        """[K] P(depth j accepted | depth j-1 accepted); None where the condition was never met, or cannot be told.
+
+        Of drafts of mixed lengths nobody counted how many of those accepted to depth j-1 went on to depth j.
+        """
         reached = (self.num_drafts, *self.accepted_per_depth[:-1])
+        if self.mixed_lengths:
+            reached = (self.num_drafts, *(0 for _ in self.accepted_per_depth[:-1]))
         return tuple(a / n if n else None for a, n in zip(self.accepted_per_depth, reached, strict=False))
 
 

@@ -86,6 +86,12 @@ def decide(state: MonitorState) -> Decision:
             f"the pre-RL data, {low:.3f} to {high:.3f}: the heads have not seen such text"
         )
         return Decision(True, reason, evidence)
+    if steps[-1].counts.mixed_lengths:
+        reason = (
+            f"undetermined: drafts of mixed lengths ({steps[-1].acceptance_rule}): the acceptance length follows the "
+            "batch; rollout.draft_schedule=null draws on one length"
+        )
+        return Decision(None, reason, evidence)
     if slope.status != "ok":
         return Decision(None, f"undetermined: {slope.reason}", evidence)
     return _by_mismatch(state, evidence, fewest, len(steps))

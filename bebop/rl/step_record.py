@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,10 +44,13 @@ def record_of(
     lags = step_metrics.staleness(tags, step - 1)
     lengths = [tag["response_len"] for tag in tags]
     ours, theirs = checksums.get("ours", {}), checksums.get("theirs", {})
+    pooled = step_metrics.pooled(counts)
+    if pooled is not None and bebop.mixed_lengths:
+        pooled = replace(pooled, mixed_lengths=True)
     record = StepRecord(
         step=step,
         entropy_nats=step_metrics.masked_mean(entropy, mask) if entropy is not None else None,
-        counts=step_metrics.pooled(counts),
+        counts=pooled,
         num_speculative_tokens=bebop.num_speculative_tokens,
         acceptance_rule=bebop.rule,
         temperature=temperature,

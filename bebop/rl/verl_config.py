@@ -195,6 +195,7 @@ def overrides(
         "bebop.speculation": rollout.speculation,
         "bebop.num_speculative_tokens": rollout.draft_depth,
         "bebop.rule": rollout.acceptance_rule,
+        "bebop.mixed_lengths": rollout.draft_schedule is not None,
         "bebop.poll_interval_s": POLL_INTERVAL_S,
         "bebop.probs_diff_limit": grpo.probs_diff_limit or PROBS_DIFF_LIMIT[config.model.dtype],
         "bebop.watchdog_s": grpo.watchdog_s,

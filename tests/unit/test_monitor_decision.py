@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -78,6 +80,16 @@ def test_entropy_outside_the_pre_rl_range_asks_for_an_update():
 def test_constant_entropy_gives_no_decision():
     decision = decide(MonitorState([step(t, 0.4, 2.5 + 0.01 * (t % 3)) for t in range(40)]))
     assert decision.update is None and decision.reason == "undetermined: entropy is constant (0.4 nats)"
+
+
+def test_drafts_of_mixed_lengths_give_no_decision_and_no_conditional_acceptance_below_the_first():
+    history = [replace(entry, counts=replace(entry.counts, mixed_lengths=True)) for entry in run(mismatch=-0.5)]
+    decision = decide(MonitorState(history))
+    assert decision.update is None and "mixed lengths" in decision.reason
+    pooled = history[0].counts + DraftCounts(10, 10, (5,))
+    assert pooled.mixed_lengths
+    assert pooled.conditional_acceptance[0] == pytest.approx(1, abs=1e-3)
+    assert pooled.conditional_acceptance[1:] == (None, None)
 
 
 def test_no_drafts_is_no_data_not_zero():

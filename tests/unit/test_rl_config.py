@@ -54,6 +54,20 @@ def test_speculation_is_always_explicit(policy: Policy, tmp_path: Path):
     assert "speculative_config" not in plain.actor_rollout_ref.rollout.engine_kwargs.vllm
 
 
+def test_a_draft_schedule_reaches_verls_engine(policy: Policy, tmp_path: Path):
+    schedule = {"1-2": 3, "4+": 0}
+    verl = compose(grpo_config(rollout={"draft_schedule": schedule, "max_num_seqs": 8}), policy, tmp_path)
+    told = verl.actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config
+    assert told.num_speculative_tokens_per_batch_size == [[1, 2, 3], [4, 8, 0]]
+    assert verl.bebop.mixed_lengths and verl.bebop.rule == "rejection, k by batch 1-2:3 4+:0"
+    fixed = compose(grpo_config(), policy, tmp_path)
+    assert not fixed.bebop.mixed_lengths
+    assert (
+        "num_speculative_tokens_per_batch_size"
+        not in fixed.actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config
+    )
+
+
 @pytest.mark.parametrize(("correction", "level"), [("token", "token"), ("sequence", "sequence")])
 def test_importance_correction_and_its_cap_reach_verl(policy: Policy, tmp_path: Path, correction: str, level: str):
     trainer = {"importance_correction": correction, "importance_cap": 3.0}
