@@ -233,6 +233,11 @@ class RolloutSection(Section):
         return self
 
     @property
+        if self.rule != "rejection":
+            raise ValueError(
+                f"rollout.tree={self.tree} with rollout.rule={self.rule}: a tree brings its own rule; "
+                "set rollout.rule=rejection, or rollout.tree=none"
+            )
     def draft_depth(self) -> int:
         """Draft tokens on the longest path that a target forward verifies; 0 without speculation."""
         if self.speculation == "none":
@@ -365,5 +370,7 @@ class Doctor(Section):
     temperatures: list[float] = Field(default_factory=lambda: [1.0, 0.7])
     # smallest p-value of the chi-square test that passes
     min_p_value: float = Field(1e-3, gt=0, lt=1)
-    # apply bebop's fixes to the engine; false shows what they are for
+    # apply bebop's fixes to vLLM; false shows what they are for
     engine_fixes: bool = True
+    # engine to check; of torch, chains and Rheo trees
+    engine: Literal["vllm", "torch"] = "vllm"

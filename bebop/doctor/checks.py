@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -32,9 +33,10 @@ class Row:
     passed: bool | None
 
 
-def engine_section() -> RolloutSection:
-    """The engine as it is checked: MTP, three drafts, rejection sampling."""
-    return RolloutSection(
+def engine_sections(engine: Literal["vllm", "torch"]) -> dict[str, RolloutSection]:
+    """The engine as it is checked, by name: three drafts by rejection sampling; of torch, a Rheo tree as well."""
+    chain = RolloutSection(
+        engine=engine,
         speculation="mtp",
         rule="rejection",
         num_speculative_tokens=DEPTH,
@@ -42,6 +44,11 @@ def engine_section() -> RolloutSection:
         max_model_len=64,
         kv_cache_gib=0.25,
     )
+    if engine == "vllm":
+        return {f"drafts of {DEPTH}": chain}
+    # the budget is below the tree's 12 nodes or more, so that pruning is in the proof
+    tree = {"tree": "rheo", "tree_width": 3, "tree_depth": DEPTH, "tree_budget": 7}
+    return {f"drafts of {DEPTH}": chain, "Rheo trees of 7": RolloutSection.model_validate(chain.model_dump() | tree)}
 
 
 def check_rule(seed: int) -> Iterator[Row]:
@@ -72,13 +79,18 @@ def check_engine(config: DoctorConfig, work_dir: Path) -> Iterator[Row]:
     first = random_checkpoint(work_dir / "first", vocab=VOCABULARY, seed=config.seed + 1)
     second = random_checkpoint(work_dir / "second", vocab=VOCABULARY, seed=config.seed + 2)
     try:
-        with make_engine(engine_section(), first, seed=config.seed) as engine:
-            for temperature in config.doctor.temperatures:
-                yield _lossless(engine, first, temperature, config, f"engine, T = {temperature}, drafts of {DEPTH}")
-            # requests with a seed draw from generators of their own
-            coldest = min(config.doctor.temperatures)
-            yield _lossless(engine, first, coldest, config, f"engine, T = {coldest}, a seed per request", seeded=True)
-            yield from _weight_sync(engine, first, second, config)
+        for drafts, section in engine_sections(config.doctor.engine).items():
+            with make_engine(section, first, seed=config.seed) as engine:
+                for temperature in config.doctor.temperatures:
+                    yield _lossless(engine, first, temperature, config, f"engine, T = {temperature}, {drafts}")
+                if section.tree != "none":
+                    continue
+                # requests with a seed draw from generators of their own
+                coldest = min(config.doctor.temperatures)
+                yield _lossless(
+                    engine, first, coldest, config, f"engine, T = {coldest}, a seed per request", seeded=True
+                )
+                yield from _weight_sync(engine, first, second, config)
     except EngineError as error:
         yield Row("engine", str(error), "runs", False)
 

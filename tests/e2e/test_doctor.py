@@ -24,3 +24,12 @@ def test_doctor_fails_with_the_fixes_off_and_names_the_temperature(tmp_path, cap
     failed = json.loads((tmp_path / "summary.json").read_text())["failed"]
     assert any("T = 0.7" in check for check in failed)
     assert "FAIL  engine, T = 0.7" in capsys.readouterr().out
+
+
+def test_doctor_proves_the_torch_engine_too_trees_included(tmp_path, capsys):
+    config = DoctorConfig(doctor=Doctor(engine="torch", num_requests=1000))
+    assert doctor.run(config, tmp_path) == 0
+    checks = [row["check"] for row in json.loads((tmp_path / "summary.json").read_text())["checks"]]
+    assert any("Rheo trees" in check and "T = 0.7" in check for check in checks)
+    assert "backbone after swap" in checks
+    assert "this engine is lossless" in capsys.readouterr().out

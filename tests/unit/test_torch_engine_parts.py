@@ -1,0 +1,202 @@
+"""Passes of the torch engine against the formulas: transformers' decoder, the trained head, masks, moves, numbers."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bebop.backbone import random_checkpoint
+from bebop.config import RolloutSection
+from bebop.engines import EngineRefused, make_engine
+from bebop.engines.torch_cache import Cache, Window, fold
+from bebop.engines.torch_draft import Anchors, Drafter, Settings
+from bebop.engines.torch_draws import RoundDraws
+from bebop.engines.torch_model import Policy
+from bebop.mtp import HEAD_PREFIX, draft_hidden, load_heads
+from bebop.spec import Purpose, Streams
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=[4, 2], ids=["own key heads", "shared key heads"])
+def directory(request, tmp_path_factory):
+    """A policy of 4 query heads with as many or half as many key heads."""
+    path = random_checkpoint(tmp_path_factory.mktemp("policy"), vocab=20, num_heads=4, seed=5)
+    config = json.loads((path / "config.json").read_text()) | {"num_key_value_heads": request.param}
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(path / "model.safetensors")
+    share = request.param / 4
+    for name, tensor in tensors.items():
+        if ".k_proj." in name or ".v_proj." in name:
+            tensors[name] = tensor[: int(share * len(tensor))].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def policy(directory):
+    return Policy(directory, heads=True, num_positions=64, dtype=torch.float32, device=CPU)
+
+
+def caches(policy, num_slots, num_columns=64):
+    shape = policy.cache_shape() | {"num_slots": num_slots, "num_columns": num_columns}
+    rest = {"dtype": torch.float32, "device": CPU}
+    return Cache(num_layers=2, **shape, **rest), Cache(num_layers=1, **shape, **rest)
+
+
+def test_the_decoder_is_transformers_with_and_without_a_cache(policy, directory):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM(Qwen2Config.from_pretrained(directory)).eval()
+    tensors = load_file(directory / "model.safetensors")
+    model.load_state_dict({name: tensor for name, tensor in tensors.items() if not name.startswith(HEAD_PREFIX)})
+    tokens = torch.randint(20, (3, 12), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(12).expand(3, -1)
+    cache, _ = caches(policy, 3)
+    with torch.no_grad():
+        wanted = model(tokens).logits
+        first = policy.hidden(tokens[:, :7], positions[:, :7], Window(cache, 0, 0, causal=True))
+        mask = fold(None, torch.ones(5, 5, dtype=torch.bool).tril().expand(3, -1, -1), 7, policy.groups, torch.float32)
+        second = policy.hidden(tokens[:, 7:], positions[:, 7:], Window(cache, 0, 7, mask))
+    found = policy.logits(torch.cat([first, second], 1))
+    assert (found - wanted).abs().max() < 2e-5
+
+
+def test_drafts_are_those_that_training_computes_at_every_depth(policy, directory):
+    depth, length = 4, 9
+    rollout = RolloutSection(engine="torch", rule="target_only", num_speculative_tokens=depth)
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(20, (1, length), generator=generator)
+    cache, head_cache = caches(policy, 1)
+    positions = torch.arange(length - 1).unsqueeze(0)
+    with torch.no_grad():
+        hidden = policy.hidden(text[:, :-1], positions, Window(cache, 0, 0, causal=True))
+        state = policy.draft_state(hidden, text[:, 1:], positions, Window(head_cache, 0, 0, causal=True))
+        anchors = Anchors(torch.tensor([length]), state[:, -1], None, length - 1)
+        settings = Settings(torch.ones(1), {})
+        states = [state[:, -1]]
+        deeper = Drafter._deeper
+
+        class Watched(Drafter):
+            def _deeper(self, *arguments):
+                out = deeper(self, *arguments)
+                states.append(out[:, 0])
+                return out
+
+        chain = Watched(rollout, policy).draft(anchors, settings, None, head_cache)
+        ids = torch.cat([text, chain.tokens], 1)[0]
+        normed = torch.zeros(len(ids), policy.config.hidden_size)
+        normed[: length - 1] = torch.nn.functional.rms_norm(hidden[0], hidden.shape[-1:], policy.norm, 1e-6)
+        trained = draft_hidden(
+            load_heads(directory),
+            normed,
+            policy.embedding,
+            ids,
+            torch.tensor([0, len(ids)]),
+            torch.arange(len(ids)),
+            depth,
+        )
+    for k in range(depth):
+        assert (states[k][0] - trained[k, length - 2]).abs().max() < 2e-5, f"depth {k + 1}"
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_attention_over_the_cache_is_the_formula(groups):
+    generator = torch.Generator().manual_seed(2)
+    batch, tokens, key_heads, width, start = 2, 3, 2, 8, 4
+    cache = Cache(
+        num_layers=1,
+        num_slots=4,
+        num_kv_heads=key_heads,
+        num_columns=9,
+        head_dim=width,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    cache.entries.normal_(generator=generator)
+    q = torch.randn(batch, tokens, key_heads * groups, width, generator=generator)
+    k, v = (torch.randn(batch, tokens, key_heads, width, generator=generator) for _ in range(2))
+    committed = torch.tensor([[True, True, False, False], [True, True, True, True]])
+    own = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool().expand(batch, -1, -1)
+    out = Window(cache, 1, start, fold(committed, own, start, groups, torch.float32)).attend(0, q, k, v)
+    for b in range(batch):
+        for t in range(tokens):
+            seen = torch.cat([committed[b], own[b, t]]).nonzero().squeeze(1)
+            for h in range(key_heads * groups):
+                keys, values = (cache.entries[i, 0, 1 + b, h // groups][seen] for i in (0, 1))
+                weights = (keys @ q[b, t, h] / math.sqrt(width)).softmax(0)
+                assert torch.allclose(out[b, t].view(-1, width)[h], weights @ values, atol=1e-5)
+    assert torch.equal(cache.entries[0, 0, 1:3, :, 4:7], k.transpose(1, 2))
+
+
+def test_accepted_columns_move_behind_each_text_and_nothing_else_does():
+    cache = Cache(
+        num_layers=1, num_slots=3, num_kv_heads=1, num_columns=10, head_dim=1, dtype=torch.float32, device=CPU
+    )
+    cache.entries[:] = torch.arange(10.0).view(-1, 1)
+    cache.keep(torch.tensor([2, 5]), torch.tensor([[5, 7, 9], [5, 8, -1]]))
+    rows = cache.entries[1, 0, :, 0, :, 0].tolist()
+    assert rows[0] == [0, 1, 5, 7, 9, 5, 6, 7, 8, 9]
+    assert rows[1] == [0, 1, 2, 3, 4, 5, 8, 7, 8, 9]
+    assert rows[2] == list(range(10))
+
+
+def test_numbers_made_in_one_go_are_the_streams_own():
+    streams = Streams(torch.tensor([3, -9, 2**62]), torch.tensor([0, 5, 70000]))
+    sizes = {Purpose.ACCEPT: (4, 1), Purpose.FINAL: (4, 1), Purpose.LEAD: (4, 1), Purpose.DRAFT: (3, 5)}
+    draws = RoundDraws(streams, sizes)
+    asked = [(purpose, depth, {}) for purpose in sizes for depth in range(3)]
+    asked += [(Purpose.DRAFT, depth, {"rows": rows}) for depth in range(3) for rows in (1, 5)]
+    asked += [(Purpose.ACCEPT, 2, {"items": 1}), (Purpose.ACCEPT, torch.arange(4).unsqueeze(0), {})]
+    asked += [(Purpose.FINAL, torch.tensor([0, 3, 2]), {})]
+    # and what was not made in advance
+    asked += [(Purpose.DRAFT, 7, {}), (Purpose.DRAFT, 1, {"rows": 9}), (Purpose.FINAL, 1, {"items": 6})]
+    for purpose, depth, axes in asked:
+        assert torch.equal(draws.uniforms(purpose, depth, **axes), streams.uniforms(purpose, depth, **axes)), (
+            purpose,
+            depth,
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_follow_an_update_of_the_weights(directory, dtype):
+    policy = Policy(directory, heads=True, num_positions=8, dtype=getattr(torch, dtype), device=CPU)
+    x = torch.randn(1, 1, policy.config.hidden_size, dtype=policy.dtype)
+    before = policy.draft_logits(x)
+    policy.views["lm_head.weight"].mul_(2)
+    policy.refresh()
+    assert torch.allclose(policy.draft_logits(x), 2 * before, rtol=1e-2, atol=1e-2)
+
+
+def test_a_cache_too_small_for_one_request_is_refused_with_its_size(directory):
+    with pytest.raises(EngineRefused, match=r"rollout\.kv_cache_gib=0\.0001 .*rollout\.max_model_len=512"):
+        make_engine(RolloutSection(engine="torch", kv_cache_gib=0.0001), directory)
+
+
+def test_slots_are_as_many_as_the_memory_holds(directory):
+    with make_engine(RolloutSection(engine="torch", kv_cache_gib=0.002, max_model_len=64), directory) as engine:
+        held = engine._rounds.cache.bytes + engine._rounds.head_cache.bytes
+        assert engine._rounds.num_slots < 64
+        assert 0.9 * 0.002 * 2**30 < held <= 0.002 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"model_type": "llama"}, "model_type 'llama'"), ({"use_sliding_window": True}, "sliding window True")],
+)
+def test_a_policy_of_another_kind_is_refused(directory, tmp_path, change, message):
+    config = json.loads((directory / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineRefused, match=message):
+        make_engine(RolloutSection(engine="torch"), tmp_path)
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(directory, tmp_path):
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.inf
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
+    with pytest.raises(EngineRefused, match=r"model\.norm\.weight holds values that are not finite"):
+        make_engine(RolloutSection(engine="torch"), tmp_path)
