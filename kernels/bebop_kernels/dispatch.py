@@ -63,7 +63,8 @@ def choose(impl: str, kernel: str, device: torch.device, dtypes: tuple[torch.dty
         return impl
     reasons = {}
     for name in IMPLEMENTATIONS[1:]:
-        reasons[name] = unavailable(name, kernel, device, dtypes)
+        debug = name == "triton" and device.type != "cuda"  # the interpreter is for those who ask for it
+        reasons[name] = "no GPU" if debug else unavailable(name, kernel, device, dtypes)
         if not reasons[name]:
             break
     _announce(kernel, device.type, name, "; ".join(f"{k}: {v}" for k, v in reasons.items() if v))

@@ -1,0 +1,288 @@
+"""Row kernels in Triton: programs sweep tiles of the vocabulary; accumulators are float32 whatever the logits are.
+
+| kernel          | reads                | writes                                                        |
+|-----------------|----------------------|---------------------------------------------------------------|
+| row_sums        | one row or both      | per row and split: max z, sum exp((z - max z) / T)            |
+| merge_sums      | those                | the same of the whole row                                     |
+| row_overlap     | both rows, the sums  | per row and split: sum min(p, q), S = sum of q where q > p    |
+| row_gradient    | both rows, sums, S   | q (S - [q > p]) g, rounded once to the logits' type           |
+| row_statistics  | both rows, the sums  | per row and split: overlap, entropies, KL, argmax of the draft |
+
+A log-probability (base 2, so that exp2 needs no product) is `fma(z - max z, log2(e) / T, -log2 Z)`. Maximum and log-sum
+stay apart: z - max z is exact where the comparison q > p is close, while max z + log Z would round to the size of z and
+turn signs by the dozen under a common shift of 1000. The fused product is spelled out, so that forward and backward
+compare the same bits. Row offsets are int64. Where rows are few, a row is split over programs and its parts are merged
+in their order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+INT32_MAX = tl.constexpr(2147483647)
+
+
+class Tile(NamedTuple):
+    """Columns per step, and the warps that share them."""
+
+    columns: int
+    warps: int
+
+
+TILES = (Tile(1024, 4), Tile(4096, 8))
+MERGE_ROWS = 128
+PROGRAMS_PER_PROCESSOR = 4
+
+
+def tile_for(vocab_size: int) -> Tile:
+    return TILES[0] if vocab_size <= 4 * TILES[0].columns else TILES[1]
+
+
+def num_splits(num_rows: int, vocab_size: int, device: torch.device) -> int:
+    """Programs per row: enough to fill the processors, none without a tile."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * processors, max(num_rows, 1))
+    tiles = triton.cdiv(vocab_size, tile_for(vocab_size).columns)
+    return triton.cdiv(tiles, triton.cdiv(tiles, min(wanted, tiles)))
+
+
+def span_of(vocab_size: int, splits: int) -> int:
+    """Columns per split, whole tiles."""
+    columns = tile_for(vocab_size).columns
+    return triton.cdiv(triton.cdiv(vocab_size, columns), splits) * columns
+
+
+@triton.jit
+def _safe(peak):
+    return tl.where(peak == float("-inf"), 0.0, peak)
+
+
+@triton.jit
+def _load(pointer, columns, vocab_size):
+    return tl.load(pointer + columns, mask=columns < vocab_size, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _peak_and_log_sum(sums, row, stride):
+    """Safe maximum, and log2 of the sum (0 for a row of -inf)."""
+    pointer = sums + row * stride
+    total = tl.load(pointer + 1)
+    return _safe(tl.load(pointer)), tl.log2(tl.where(total == 0, 1.0, total))
+
+
+@triton.jit
+def _log2_prob(logits, peak, log_sum, scale):
+    return tl.fma(logits - peak, scale, -log_sum)
+
+
+@triton.jit
+def _add_tile(logits, peak, total, scale):
+    """Maximum (a scalar) and sums (one per lane) after one more tile."""
+    new = tl.maximum(peak, tl.max(logits, 0))
+    keep = tl.exp2((peak - _safe(new)) * scale)
+    return new, total * keep + tl.exp2((logits - _safe(new)) * scale)
+
+
+@triton.jit
+def row_sums(
+    first,
+    second,
+    out,
+    vocab_size,
+    first_stride,
+    second_stride,
+    span,
+    scale,
+    BOTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out [splits, rows, 2 or 4]: max and sum of `first`, then of `second`. Grid (rows, splits)."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    first += row * first_stride
+    second += row * second_stride
+    peak, peak_2 = float("-inf"), float("-inf")
+    total = tl.zeros([COLUMNS], tl.float32)
+    total_2 = tl.zeros([COLUMNS], tl.float32)
+    for start in range(split * span, tl.minimum(split * span + span, vocab_size), COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        peak, total = _add_tile(_load(first, columns, vocab_size), peak, total, scale)
+        if BOTH:
+            peak_2, total_2 = _add_tile(_load(second, columns, vocab_size), peak_2, total_2, scale)
+    width: tl.constexpr = 4 if BOTH else 2
+    out += (split * tl.num_programs(0).to(tl.int64) + row) * width
+    tl.store(out, peak)
+    tl.store(out + 1, tl.sum(total, 0))
+    if BOTH:
+        tl.store(out + 2, peak_2)
+        tl.store(out + 3, tl.sum(total_2, 0))
+
+
+@triton.jit
+def merge_sums(parts, out, num_parts, num_pairs, pairs_per_row, out_stride, scale, ROWS: tl.constexpr):
+    """Pairs (max, sum) of parts [num_parts, num_pairs, 2], merged in their order into rows of `out`. Grid (pairs /
+    ROWS)."""
+    pair = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    alive = pair < num_pairs
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for part in range(num_parts):
+        pointer = parts + (part * num_pairs + pair) * 2
+        peak_2 = tl.load(pointer, mask=alive, other=float("-inf"))
+        total_2 = tl.load(pointer + 1, mask=alive, other=0.0)
+        new = tl.maximum(peak, peak_2)
+        total = total * tl.exp2((peak - _safe(new)) * scale) + total_2 * tl.exp2((peak_2 - _safe(new)) * scale)
+        peak = new
+    out += pair // pairs_per_row * out_stride + pair % pairs_per_row * 2
+    tl.store(out, peak, mask=alive)
+    tl.store(out + 1, total, mask=alive)
+
+
+@triton.jit
+def row_overlap(
+    draft,
+    target,
+    index,
+    draft_sums,
+    target_sums,
+    out,
+    vocab_size,
+    draft_stride,
+    target_stride,
+    draft_sums_stride,
+    target_sums_stride,
+    span,
+    scale,
+    INDEXED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out [splits, rows, 2]: overlap and S. Target row index[row] where INDEXED, else row. Grid (rows, splits)."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    target_row = tl.load(index + row) if INDEXED else row
+    peak_q, log_q = _peak_and_log_sum(draft_sums, row, draft_sums_stride)
+    peak_p, log_p = _peak_and_log_sum(target_sums, target_row, target_sums_stride)
+    draft += row * draft_stride
+    target += target_row * target_stride
+    overlap = tl.zeros([COLUMNS], tl.float32)
+    over_mass = tl.zeros([COLUMNS], tl.float32)
+    for start in range(split * span, tl.minimum(split * span + span, vocab_size), COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        q = _log2_prob(_load(draft, columns, vocab_size), peak_q, log_q, scale)
+        p = _log2_prob(_load(target, columns, vocab_size), peak_p, log_p, scale)
+        overlap += tl.exp2(tl.minimum(q, p))
+        over_mass += tl.where(q > p, tl.exp2(q), 0.0)
+    out += (split * tl.num_programs(0).to(tl.int64) + row) * 2
+    tl.store(out, tl.sum(overlap, 0))
+    tl.store(out + 1, tl.sum(over_mass, 0))
+
+
+@triton.jit
+def row_gradient(
+    draft,
+    target,
+    index,
+    draft_sums,
+    target_sums,
+    over_mass,
+    row_scale,
+    out,
+    vocab_size,
+    draft_stride,
+    target_stride,
+    draft_sums_stride,
+    target_sums_stride,
+    over_mass_stride,
+    out_stride,
+    span,
+    scale,
+    out_scale,
+    INDEXED: tl.constexpr,
+    SCALED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out [rows, V] = q (S - [q > p]) * out_scale, times row_scale[row] where SCALED. `out` may be `draft`. Grid (rows,
+    splits)."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    target_row = tl.load(index + row) if INDEXED else row
+    peak_q, log_q = _peak_and_log_sum(draft_sums, row, draft_sums_stride)
+    peak_p, log_p = _peak_and_log_sum(target_sums, target_row, target_sums_stride)
+    over = tl.load(over_mass + row * over_mass_stride)
+    factor = out_scale
+    if SCALED:
+        factor = tl.load(row_scale + row) * out_scale
+    draft += row * draft_stride
+    target += target_row * target_stride
+    out += row * out_stride
+    for start in range(split * span, tl.minimum(split * span + span, vocab_size), COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        q = _log2_prob(_load(draft, columns, vocab_size), peak_q, log_q, scale)
+        p = _log2_prob(_load(target, columns, vocab_size), peak_p, log_p, scale)
+        gradient = tl.exp2(q) * tl.where(q > p, over - 1.0, over) * factor
+        tl.store(out + columns, gradient.to(out.dtype.element_ty), mask=columns < vocab_size)
+
+
+@triton.jit
+def row_statistics(
+    draft,
+    target,
+    sums,
+    out,
+    best,
+    vocab_size,
+    draft_stride,
+    target_stride,
+    span,
+    scale,
+    COLUMNS: tl.constexpr,
+):
+    """out [splits, rows, 4]: overlap, then -sum p log2 p, -sum q log2 q and sum p log2(p / q); best [splits, rows]: the
+    first column with the draft's maximum, or INT32_MAX. sums [rows, 4]. Grid (rows, splits)."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    peak_q, log_q = _peak_and_log_sum(sums, row, 4)
+    peak_p, log_p = _peak_and_log_sum(sums + 2, row, 4)
+    draft += row * draft_stride
+    target += row * target_stride
+    overlap = tl.zeros([COLUMNS], tl.float32)
+    entropy_p = tl.zeros([COLUMNS], tl.float32)
+    entropy_q = tl.zeros([COLUMNS], tl.float32)
+    divergence = tl.zeros([COLUMNS], tl.float32)
+    first = tl.full([COLUMNS], INT32_MAX, tl.int32)
+    for start in range(split * span, tl.minimum(split * span + span, vocab_size), COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        logits_q = _load(draft, columns, vocab_size)
+        q = _log2_prob(logits_q, peak_q, log_q, scale)
+        p = _log2_prob(_load(target, columns, vocab_size), peak_p, log_p, scale)
+        prob_q, prob_p = tl.exp2(q), tl.exp2(p)
+        overlap += tl.minimum(prob_q, prob_p)
+        # Where a probability is 0 its term is 0, whatever the logarithm.
+        entropy_p -= tl.where(prob_p > 0, prob_p * p, 0.0)
+        entropy_q -= tl.where(prob_q > 0, prob_q * q, 0.0)
+        divergence += tl.where(prob_p > 0, prob_p * (p - q), 0.0)
+        first = tl.minimum(first, tl.where((logits_q == peak_q) & (columns < vocab_size), columns, INT32_MAX))
+    place = split * tl.num_programs(0).to(tl.int64) + row
+    tl.store(best + place, tl.min(first, 0))
+    out += place * 4
+    tl.store(out, tl.sum(overlap, 0))
+    tl.store(out + 1, tl.sum(entropy_p, 0))
+    tl.store(out + 2, tl.sum(entropy_q, 0))
+    tl.store(out + 3, tl.sum(divergence, 0))
+
+
+def unavailable(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    """Why these kernels cannot run tensors of these dtypes there."""
+    wrong = [dtype for dtype in dtypes if dtype not in (torch.float32, torch.bfloat16, torch.float16)]
+    return f"takes float32, bfloat16 and float16, not {str(wrong[0]).removeprefix('torch.')}" if wrong else None
+
+
+def unit_columns(logits: Tensor) -> Tensor:
+    """The logits with neighbouring columns side by side in memory; rows may lie anywhere."""
+    return logits if logits.stride(1) == 1 or logits.shape[1] <= 1 else logits.contiguous()
