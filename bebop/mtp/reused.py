@@ -77,7 +77,8 @@ def chain_core(
     value_width = value.shape[-1]
     if value_width < width:
         value = F.pad(value, [0, width - value_width])
-    q, k, v = (x[0].transpose(0, 1) for x in (query * (scaling * width**0.5), key, value))
+    # Under autocast, norms hand over float32 beside bfloat16 values.
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query * (scaling * width**0.5), key, value))
     if k.shape[1] < heads:
         k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     return chain.attend(q.contiguous(), k.contiguous(), v.contiguous())[None, ..., :value_width], None

@@ -127,6 +127,22 @@ def test_anchors_alone_give_the_same_states_and_gradients_and_every_weight_learn
         assert a.abs().sum() > 0 or name.endswith("k_proj.bias"), name
 
 
+def test_bfloat16_arithmetic_over_float32_weights_gives_nearly_the_same_states(policy):
+    head, backbone = load_heads(policy), load_backbone(policy, dtype=torch.float32)
+    hidden = backbone.hidden(IDS, POSITIONS, CU)
+    exact = draft_hidden(head, hidden, backbone.embed_weight, IDS, CU, POSITIONS, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = draft_hidden(head, hidden, backbone.embed_weight, IDS, CU, POSITIONS, 2)
+    rounded.float().square().mean().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in head.parameters())
+    error = (rounded - exact).float().norm(dim=-1) / exact.norm(dim=-1)  # a token whose expert flips is far off
+    assert error.median() < 0.05
+    head.bfloat16()
+    assert head._rotary[0].inv_freq.dtype == torch.float32
+    own = draft_hidden(head, hidden, backbone.embed_weight, IDS, CU, POSITIONS, 2)
+    assert own.dtype == torch.bfloat16 and own.isfinite().all()
+
+
 @torch.no_grad()
 def test_packed_documents_stay_apart_in_every_backbone(policy):
     """Linear attention included: each document's states are those of the document alone."""
