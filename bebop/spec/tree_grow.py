@@ -31,7 +31,7 @@ from bebop.spec.streams import Purpose, Streams, Uniforms
 from bebop.spec.tree import NO_NODE, DraftTree, TreeBatch, TreeSpec
 from bebop.spec.warp import Setting, warp
 
-_CHUNK = 32  # of the vocabulary, in the search for its highest tokens
+_CHUNK = 32  # ids of the vocabulary in a chunk, in the search for its highest
 _ABSENT = -1.0  # score of a slot without a token; true scores are >= 0
 
 
@@ -251,15 +251,14 @@ def grow_tree(
 
 def _support(logits: Tensor, valid: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The highest logits and their ids, [B, W, S], by (logit, then lowest id); all 0 where not valid."""
-    values, ids = logits, torch.arange(logits.shape[-1], device=logits.device).expand(logits.shape)
-    if size < logits.shape[-1]:
-        top, top_ids = _topk(logits, size + 1)
-        # topk takes any of equal logits; only where they meet at the edge does that cost a sort of the vocabulary
-        if not bool((top[..., -1] == top[..., -2]).any()):
-            ids, order = top_ids[..., :-1].sort(dim=-1)
-            values = top[..., :-1].gather(-1, order)
-    values, order = values.sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(-1, order[..., :size])
+    if size < logits.shape[-1] and logits.dtype != torch.float64:
+        logits = logits.float()
+        ids = _highest(logits, size)
+        values = logits.gather(-1, ids)
+        values[..., 0] = logits.amax(-1)  # NaN where the row has one
+    else:
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        ids = ids[..., :size]
     values = torch.where(valid.unsqueeze(-1), values[..., :size], 0.0)
     values = values if values.dtype == torch.float64 else values.float()
     bad = ~torch.isfinite(values[..., 0])  # NaN sorts as the largest
@@ -269,16 +268,31 @@ def _support(logits: Tensor, valid: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return values, ids
 
 
-def _topk(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """topk of the last axis, faster where it is long: the `num` highest lie in the `num` chunks of highest maxima."""
-    vocabulary = logits.shape[-1]
-    if vocabulary < 2 * _CHUNK * num:
-        return logits.topk(num, dim=-1)
-    if vocabulary % _CHUNK:
-        logits = torch.nn.functional.pad(logits, (0, -vocabulary % _CHUNK), value=-torch.inf)
-    chunks = logits.unflatten(-1, (-1, _CHUNK))
-    best = chunks.amax(-1).topk(num, dim=-1).indices
-    within = torch.arange(_CHUNK, device=logits.device)
-    ids = (best.unsqueeze(-1) * _CHUNK + within).flatten(-2)
-    values, at = logits.gather(-1, ids).topk(num, dim=-1)
-    return values, ids.gather(-1, at)
+def _highest(logits: Tensor, num: int) -> Tensor:
+    """Ids of the `num` highest logits [..., V] float32 -> [..., num], by (logit, then lowest id).
+
+    Where the vocabulary is long, they lie in the `num` highest of its chunks, by (largest logit, then lowest id): each
+    of those holds an id that comes before all of any other chunk.
+    """
+    if logits.shape[-1] < 2 * _CHUNK * num:
+        return _first(_keys(logits, torch.arange(logits.shape[-1], device=logits.device)), num)
+    if logits.shape[-1] % _CHUNK:
+        logits = torch.nn.functional.pad(logits, (0, -logits.shape[-1] % _CHUNK), value=-torch.inf)
+    largest = logits.unflatten(-1, (-1, _CHUNK)).amax(-1)
+    chunks = _first(_keys(largest, torch.arange(largest.shape[-1], device=logits.device)), num)
+    ids = (chunks.unsqueeze(-1) * _CHUNK + torch.arange(_CHUNK, device=logits.device)).flatten(-2)
+    return _first(_keys(logits.gather(-1, ids), ids), num)
+
+
+def _keys(values: Tensor, ids: Tensor) -> Tensor:
+    """Integers in the order of (value, then lowest id): a float32's bits, in the order of their values, above the id's.
+
+    Half types tie often, and topk takes any of equal values; of these no two are equal.
+    """
+    bits = (values + 0.0).view(torch.int32)  # + 0.0: no -0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.long() << 32) - ids
+
+
+def _first(keys: Tensor, num: int) -> Tensor:
+    return -keys.topk(num, dim=-1).values & 0xFFFFFFFF
