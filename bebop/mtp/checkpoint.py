@@ -83,7 +83,7 @@ def num_mtp_layers(path: Path) -> int:
     family, claimed = known_family(config), claimed_layers(config)
     if claimed or family is None or family.count_key in decoder_config(config):
         return claimed
-    return len(family.modules(Tensors(path), decoder_config(config)))
+    return len(family.layers(Tensors(path), decoder_config(config)))
 
 
 def write_checkpoint(
@@ -101,9 +101,8 @@ def write_checkpoint(
     (backbone tensors too), other names must be those of MTP tensors of the policy's family. drop: source tensors to
     leave out, named in bebop.json. provenance: what made it, over the source's own bebop.json. Shards stay as they
     were, and those without a change are copied; new tensors of a sharded source get a shard of their own. Config and
-    tokenizer files are copied. `dest_dir` is written beside
-    and renamed, so it is whole or not there. Returns dest_dir. Raises ValueError on unknown names, wrong shapes, an
-    MTP claim without tensors, or a missing lm_head.
+    tokenizer files are copied. `dest_dir` is written beside and renamed, so it is whole or not there. Returns
+    dest_dir. Raises ValueError on unknown names, wrong shapes, an MTP claim without tensors, or a missing lm_head.
     """
     source_dir, dest_dir = Path(source_dir), Path(dest_dir)
     source, config, drop = Tensors(source_dir), read_config(source_dir), set(drop)
@@ -119,13 +118,10 @@ def write_checkpoint(
     sharded = (source_dir / INDEX).exists()
     weight_map |= dict.fromkeys(added, HEADS_SHARD if sharded else SINGLE)
     weight_map = {name: file for name, file in weight_map.items() if name in names}
+    touched = {{**source.files, **weight_map}[name] for name in {*head_tensors, *drop}}
     total_size = 0
     for file in sorted(set(weight_map.values())):
-        if (source_dir / file).exists() and not any(
-            name in head_tensors or name in drop
-            for name, where in {**source.files, **weight_map}.items()
-            if where == file
-        ):
+        if file not in touched:
             shutil.copy2(source_dir / file, part / file)
             total_size += sum(tensor_bytes(part / file).values())
             continue
@@ -196,7 +192,7 @@ def _check_names(
 
 
 def _check_claims(source_dir: Path, config: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """Config and tensors must tell of the same MTP modules and the same lm_head. Returns the config to write."""
+    """Config and tensors must tell of the same MTP layers and the same lm_head. Returns the config to write."""
     decoder = decoder_config(config)
     if not (decoder.get("tie_word_embeddings") or config.get("tie_word_embeddings")) and "lm_head.weight" not in names:
         raise ValueError(
@@ -207,20 +203,20 @@ def _check_claims(source_dir: Path, config: dict[str, Any], names: set[str]) -> 
         if claimed_layers(config):
             family_of(config, source_dir)
         return config
-    modules, claimed = family.modules(names, decoder), claimed_layers(config)
-    if modules and not claimed:
-        claimed = len(modules)
+    layers, claimed = family.layers(names, decoder), claimed_layers(config)
+    if layers and not claimed:
+        claimed = len(layers)
         config = _with_decoder(config, {family.count_key: claimed})
-    if modules and decoder["model_type"] == "qwen2":
+    if layers and decoder["model_type"] == "qwen2":
         # By this name the engine finds the MTP layer; under Qwen2ForCausalLM it would not look for one.
         config = {**config, "architectures": ["MiMoForCausalLM"]}
-    absent = sorted(set(range(claimed)) - modules)
+    absent = sorted(set(range(claimed)) - layers)
     if absent:
         raise ValueError(
             f"{source_dir}: config.json claims {claimed} MTP layers ({family.count_key}), but layer {absent[0]} has "
-            f"no tensor; give them in head_tensors or set the key to {len(modules)}"
+            f"no tensor; give them in head_tensors or set the key to {len(layers)}"
         )
-    if modules and family.projection(decoder) not in names:
+    if layers and family.projection(decoder) not in names:
         raise ValueError(f"{source_dir}: MTP layer 0 lacks {family.projection(decoder)}, expected a whole one")
     return config
 
@@ -259,7 +255,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def checkpoint_checksums(path: Path) -> WeightChecksums:
-    """Checksums of the backbone (every tensor outside the MTP modules) and of the heads of a policy directory."""
+    """Checksums of the backbone (every tensor outside the MTP layers) and of the heads of a policy directory."""
     tensors, config = Tensors(path), read_config(path)
     heads = [name for name in tensors if is_head_name(name, config)]
     backbone = [name for name in tensors if not is_head_name(name, config)]

@@ -10,8 +10,8 @@
 
 "Position 0" is what becomes of the token embedding there. MiMo's projection reads the hidden state first, the others'
 the embedding. Embeddings and lm_head are the policy's own in every family: vLLM shares them with the head even where a
-checkpoint carries copies (`shared_head.head`, `embed_tokens`), and serves module 0 alone, applied K times. So those
-copies and further modules are kept as they are, and never trained.
+checkpoint carries copies (`shared_head.head`, `embed_tokens`), and serves layer 0 alone, applied K times. So those
+copies and further layers are kept as they are, and never trained.
 
 A new family is a row of `FAMILIES`; what a row cannot say (MiMo: bebop.mtp.head) needs a module of its own.
 """
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config keys that claim MTP modules
+COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config keys that claim MTP layers
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Family:
 
     name: str
     classes: Mapping[str, str]  # `model_type` of the decoder's config -> Class of transformers' ClassDecoderLayer etc.
-    count_key: str  # config key that claims MTP modules
-    prefix: str  # of module 0's tensors
-    heads: str  # regular expression of any MTP tensor
-    number: str  # regular expression of the number of an MTP tensor's module
-    proj: str  # projection of hidden state and embedding behind the prefix, which no module lacks
+    count_key: str  # config key that claims MTP layers
+    prefix: str  # of layer 0's tensors
+    heads: str  # what the name of any MTP tensor begins with
+    number: str  # regular expression of the number of an MTP tensor's layer, which counts from {n} where prefix does
+    proj: str  # projection of hidden state and embedding behind the prefix, which no layer lacks
     parts: Mapping[str, str]  # part of the head -> its name behind the prefix; "" is all that no other part claims
     shared: tuple[str, ...] = ()  # copies of the policy's own tensors, which the engine ignores
     rotary: str = "RotaryEmbedding"
@@ -46,17 +46,17 @@ class Family:
     chains_normed: bool = True
 
     def first(self, config: Any) -> str:
-        """Prefix of module 0's tensors. config: of the decoder, transformers' or that part of a config.json."""
+        """Prefix of layer 0's tensors. config: of the decoder, transformers' or that part of a config.json."""
         return self.prefix.format(n=_value(config, "num_hidden_layers"))
 
-    def modules(self, names: Iterable[str], config: Any) -> set[int]:
-        """Numbers of the MTP modules, from 0 on, that tensors of these names belong to."""
+    def layers(self, names: Iterable[str], config: Any) -> set[int]:
+        """Numbers of the MTP layers, from 0 on, that tensors of these names belong to."""
         offset = _value(config, "num_hidden_layers") if "{n}" in self.prefix else 0
         found = (re.match(self.number, name) for name in names if self.is_head(name, config))
         return {int(match[1]) - offset for match in found if match}
 
     def is_head(self, name: str, config: Any) -> bool:
-        """Whether a checkpoint's tensor belongs to any MTP module."""
+        """Whether a checkpoint's tensor belongs to any MTP layer."""
         if "{n}" not in self.prefix:
             return name.startswith(self.heads)
         found = re.match(self.number, name)
@@ -68,7 +68,7 @@ class Family:
         return {re.match(self.number, name)[0] for name in heads} if "{n}" in self.prefix else {self.heads}
 
     def projection(self, config: Any) -> str:
-        """Name of module 0's projection."""
+        """Name of layer 0's projection."""
         return f"{self.first(config)}{self.proj}.weight"
 
     def load_class(self, model_type: str, suffix: str) -> type:
@@ -179,13 +179,13 @@ def family_of(config: Mapping[str, Any], where: Path | str = "config.json") -> F
 
 
 def claimed_layers(config: Mapping[str, Any]) -> int:
-    """MTP modules that a config.json claims to have."""
+    """MTP layers that a config.json claims to have."""
     part = decoder_config(config)
     return next((int(part[key]) for key in COUNT_KEYS if part.get(key)), 0)
 
 
 def is_head_name(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a tensor of a checkpoint with this config.json belongs to an MTP module; False for unknown families."""
+    """Whether a tensor of a checkpoint with this config.json belongs to an MTP layer; False for unknown families."""
     family = known_family(config)
     return family is not None and family.is_head(name, decoder_config(config))
 

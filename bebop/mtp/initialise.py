@@ -20,17 +20,17 @@ from bebop.mtp.reused import ReusedHead
 def load_heads(path: Path) -> Head | None:
     """The head of a policy directory in the checkpoint's dtype, or None where it has none.
 
-    An engine that reuses one head recursively serves module 0, so that is the one loaded. Copies of the policy's
-    embeddings and lm_head in the module (families.Family.shared) are left where they are: engines ignore them. Raises
-    ValueError for a family that is not in the table, where config.json claims an MTP module without its tensors or
-    has none claimed for them, and where module 0 has tensors missing or over (a draft vocabulary, quantised weights).
+    An engine that reuses one head recursively serves layer 0, so that is the one loaded. Copies of the policy's
+    embeddings and lm_head in the layer (families.Family.shared) are left where they are: engines ignore them. Raises
+    ValueError for a family that is not in the table, where config.json claims an MTP layer without its tensors or
+    has none claimed for them, and where layer 0 has tensors missing or over (a draft vocabulary, quantised weights).
     """
     path = Path(path)
     tensors, config = Tensors(path), read_config(path)
     family, decoder = family_of(config, path), decoder_config(config)
     prefix = family.first(decoder)
     found = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
-    present, claimed = family.modules(tensors, decoder), claimed_layers(config)
+    present, claimed = family.layers(tensors, decoder), claimed_layers(config)
     if not claimed and not present:
         return None
     if not claimed and family.count_key in decoder:
@@ -39,7 +39,7 @@ def load_heads(path: Path) -> Head | None:
     expected = {name.removeprefix(prefix) for name in head_state(head)}
     missing = sorted(expected - found.keys())
     unexpected = sorted(found.keys() - expected - set(family.shared))
-    if family.parts.get("layer") == "layers.0":  # the prefix holds further modules too
+    if family.parts.get("layer") == "layers.0":  # the prefix holds further layers too
         unexpected = [name for name in unexpected if not name.startswith("layers.") or name.startswith("layers.0.")]
     if missing or unexpected:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A head's tensors under the names of its module here, and under those of a checkpoint.
+"""A head's tensors under the names of its parameters here, and under those of a checkpoint.
 
 A checkpoint has experts one by one (`experts.3.up_proj.weight`) or stacked (`experts.gate_up_proj`); transformers'
 modules have them stacked. Each checkpoint is written in the form that it came in.

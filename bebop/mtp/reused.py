@@ -88,7 +88,7 @@ ALL_ATTENTION_FUNCTIONS.register(CORE, chain_core)
 
 
 class ReusedHead(nn.Module):
-    """MTP module 0 of a family of the table. Parameter names: its `parts`, then the decoder layer's own."""
+    """MTP layer 0 of a family of the table. Parameter names: its `parts`, then the decoder layer's own."""
 
     def __init__(self, family: Family, config: Any, *, stacked: bool = False) -> None:
         """config: transformers' config of the decoder (`get_text_config()`). stacked: see bebop.mtp.names."""
