@@ -7,7 +7,7 @@ A field's meaning stands above it here and above it in configs/.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -138,7 +138,36 @@ class EvalConfig(Run):
     rollout: RolloutSection
     # draft depths to score
     depth: int = Field(3, ge=1, le=5)
+    # temperatures to sample and score at, one after the other; null: rollout.temperature alone
+    temperatures: list[Annotated[float, Field(gt=0)]] | None = Field(None, min_length=1)
     logger: Logger = Logger()
+
+    @property
+    def swept(self) -> list[float]:
+        """The temperatures to sample and score at."""
+        return [self.rollout.temperature] if self.temperatures is None else self.temperatures
+
+    @model_validator(mode="after")
+    def _is_scorable(self) -> EvalConfig:
+        if self.temperatures is None and self.rollout.temperature == 0:
+            raise ConfigError(
+                "rollout.temperature=0.0 in eval: acceptance is scored between two distributions; set a temperature "
+                "above 0, 0.01 is greedy in effect"
+            )
+        if len(set(self.swept)) < len(self.swept):
+            raise ConfigError(f"temperatures={self.swept}: expected each of them once")
+        rollout = self.rollout
+        if (rollout.top_p, rollout.top_k) != (1.0, 0):
+            raise ConfigError(
+                f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k} in eval: heads are scored against whole "
+                "distributions, which truncated text does not follow; set rollout.top_p=1.0 rollout.top_k=0"
+            )
+        if rollout.speculation == "mtp" and rollout.tree == "none" and rollout.num_speculative_tokens > self.depth:
+            raise ConfigError(
+                f"rollout.num_speculative_tokens={rollout.num_speculative_tokens} is deeper than depth={self.depth}, "
+                f"what is scored: set depth={rollout.num_speculative_tokens} or lower rollout.num_speculative_tokens"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_draft_length(self) -> EvalConfig:

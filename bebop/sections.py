@@ -96,13 +96,17 @@ class Data(Section):
     max_response_tokens: int = Field(224, ge=1)
     # longest prompt, tokens
     max_prompt_tokens: int = Field(128, ge=1)
+    # hidden states of the training text: kept in memory (per process), on disk beside the text (one file that all
+    # processes and later runs map), or stream: the backbone runs with every batch. The size is checked before training
+    cache_hidden: Literal["memory", "disk", "stream"] = "memory"
 
 
 class Loss(Section):
     # training loss of the heads
     name: LossName = "e2e_tv"
-    # loss of the first steps, from cold heads; null: none. TV losses learn slowly from cold heads, -log alpha (lk) fast
-    warmup: LossName | None = "lk"
+    # loss of the first steps; null: none; auto: lk before tv and e2e_tv where the heads are fresh, none for heads that
+    # came with the policy. TV losses learn slowly from cold heads, -log alpha (lk) fast
+    warmup: LossName | Literal["auto"] | None = "auto"
     # share of the steps that use `warmup`
     warmup_share: float = Field(0.3, ge=0, le=1)
     # temperature inside the loss; the rollout's
@@ -136,10 +140,23 @@ class Sft(Section):
     zero_stage: Literal[0, 1, 2, 3] = 1
     # training processes on this machine
     num_processes: int = Field(1, ge=1)
+    # arithmetic of the heads' forward and backward; bfloat16: autocast over float32 master weights and optimizer state
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    # compute the MLP's inner activations again in the backward pass instead of keeping them, at every depth
+    activation_checkpointing: bool = False
     # score held-out text every so many steps
     eval_every: int = Field(40, ge=1)
     # write a checkpoint every so many steps
     save_every: int = Field(40, ge=1)
+
+    @model_validator(mode="after")
+    def _checkpointing_needs_whole_parameters(self) -> Sft:
+        if self.activation_checkpointing and self.zero_stage == 3:
+            raise ValueError(
+                "sft.activation_checkpointing=true with sft.zero_stage=3: a recomputed forward would meet released "
+                "parameters; set sft.zero_stage=2 or sft.activation_checkpointing=false"
+            )
+        return self
 
 
 class RolloutSection(Section):

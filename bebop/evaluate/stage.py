@@ -1,39 +1,44 @@
-"""Samples prompts of data.tasks through the engine at the rollout's temperature, then scores the heads on that text."""
+"""Samples prompts through the engine at every temperature asked for, then scores the heads on that text."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bebop.backbone import load_backbone, prepare_policy
+from bebop.backbone import Backbone, load_backbone, prepare_policy
 from bebop.config import ConfigError, EvalConfig
 from bebop.data import load_tokenizer, make_prompts, score
 from bebop.data.distill import TextRow, sample_all
 from bebop.data.given import load_parquet
 from bebop.engines import make_engine
+from bebop.evaluate import slopes
+from bebop.evaluate.agreement import Agreement, compare
+from bebop.evaluate.anchors import Anchors, score_text
+from bebop.evaluate.figures import write_figures
 from bebop.evaluate.table import Row, render, rows_of, write_csv
 from bebop.monitor import check_wandb, write_summary
 from bebop.mtp import load_heads
 from bebop.records import DraftCounts, Prompt, Rollout
-from bebop.sft.batches import HiddenStates, pack_rows, trainable
 from bebop.sft.launch import device_name
-from bebop.sft.scoring import Acceptance
-from bebop.sft.scoring import score as score_heads
+from bebop.sft.scoring import acceptance_of
 from bebop.sft.sinks import Sinks
 from bebop.sft.text import encode_prompts, rollout_sampling
 
-BATCH_TOKENS = 4096
+log = logging.getLogger(__name__)
 ALL = "all"
 
 
 def run(config: EvalConfig, run_dir: Path) -> dict[str, Any]:
-    """Evaluate the policy of `config.model`; writes eval.csv, a record in metrics.jsonl and summary.json to `run_dir`.
+    """Evaluate the policy of `config.model`; writes eval.csv, figures, a record in metrics.jsonl and summary.json to
+    `run_dir`.
 
-    Returns the summary. Raises ConfigError where the policy has no heads.
+    Returns the summary: its top level is of the first temperature, `by_temperature` has all. Raises ConfigError where
+    the policy has no heads.
     """
     check_wandb(config.logger.wandb)
     policy_dir = prepare_policy(config.model, config.seed)
@@ -41,38 +46,43 @@ def run(config: EvalConfig, run_dir: Path) -> dict[str, Any]:
     if head is None:
         raise ConfigError(f"model: {policy_dir} has no MTP heads to evaluate; train some with `sft` and set model.path")
     tokenizer = load_tokenizer(policy_dir)
-    prompts = encode_prompts(_prompts(config, tokenizer), config.data, tokenizer)
-    rollouts = _sample(config, policy_dir, [ids for _, ids in prompts])
-    rewards = [
-        score(prompt, tokenizer.decode(rollout.token_ids, skip_special_tokens=True)) if prompt.entry else None
-        for (prompt, _), rollout in zip(prompts, rollouts, strict=True)
-    ]
-    tasks = sorted({prompt.task for prompt, _ in prompts})
-    scorer = _Scorer(config, policy_dir, head)
+    encoded = encode_prompts(_prompts(config, tokenizer), config.data, tokenizer)
+    prompts = [prompt for prompt, _ in encoded]
+    sampled = _sample(config, policy_dir, [ids for _, ids in encoded])
+    device = device_name()
+    backbone = load_backbone(policy_dir, dtype=getattr(torch, config.model.dtype), device=device)
+    head = head.float().to(device)
+
     rows: list[Row] = []
-    per_task: dict[str, Any] = {}
-    for task in [*tasks, ALL] if len(tasks) > 1 else [ALL]:
-        chosen = [i for i, (prompt, _) in enumerate(prompts) if task in (ALL, prompt.task)]
-        counts = _pooled([rollouts[i] for i in chosen])
-        scored = scorer([_row(prompts[i][0], rollouts[i]) for i in chosen])
-        rows += rows_of(task, counts, scored)
-        known = [reward for i in chosen if (reward := rewards[i]) is not None]
-        per_task[task] = {
-            "num_prompts": len(chosen),
-            "reward_mean": sum(known) / len(known) if known else None,
-            "response_tokens": sum(len(rollouts[i].token_ids) for i in chosen),
-            "counts": asdict(counts) if counts else None,
-            "acceptance_length": counts.acceptance_length if counts else None,
-            "conditional_acceptance": counts.conditional_acceptance if counts else None,
-            "scored": scored.as_dict(),
-        }
+    by_temperature, sweep = {}, {}
+    for temperature, rollouts in sampled.items():
+        anchors = _scored(config, backbone, head, prompts, rollouts, temperature)
+        sweep[temperature] = anchors
+        rewards = [
+            score(prompt, tokenizer.decode(rollout.token_ids, skip_special_tokens=True)) if prompt.entry else None
+            for prompt, rollout in zip(prompts, rollouts, strict=True)
+        ]
+        tasks: dict[str, Any] = {}
+        for task, chosen in _by_task(prompts).items():
+            found, task_rows = _task(config, task, chosen, rollouts, rewards, anchors)
+            tasks[task], rows = found, rows + task_rows
+        by_temperature[temperature] = {"temperature": temperature, "tasks": tasks}
+    token_slopes = {t: _token_slope(anchors) for t, anchors in sweep.items()}
+    for temperature, slope in token_slopes.items():
+        by_temperature[temperature]["slope_over_tokens"] = slope.as_dict()
+    first = by_temperature[next(iter(sampled))]
     summary = {
         "policy": str(policy_dir),
-        "temperature": config.rollout.temperature,
-        "rule": config.rollout.rule if config.rollout.speculation == "mtp" else None,
+        "temperature": first["temperature"],
+        "rule": config.rollout.acceptance_rule if config.rollout.speculation == "mtp" else None,
         "num_speculative_tokens": config.rollout.num_speculative_tokens,
         "depth": config.depth,
-        "tasks": per_task,
+        "tasks": first["tasks"],
+        "slope_over_tokens": first["slope_over_tokens"],
+        "slope_over_temperatures": _temperature_slope(sweep, len(prompts)).as_dict(),
+        "by_temperature": list(by_temperature.values()),
+        "alarms": [line for entry in by_temperature.values() for line in _alarms(entry)],
+        "figures": write_figures(run_dir, sweep, token_slopes),
     }
     write_csv(run_dir / "eval.csv", rows)
     with Sinks(config.logger, run_dir) as sinks:
@@ -83,17 +93,126 @@ def run(config: EvalConfig, run_dir: Path) -> dict[str, Any]:
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """Acceptance lengths of all tasks together, each with its definition."""
-    every = summary["tasks"][ALL]
-    scored, sampled = every["scored"], every["acceptance_length"]
-    reward = every["reward_mean"]
+    """Acceptance lengths of all tasks together at each temperature, the slopes, and what does not agree."""
+    lines = []
+    for entry in summary["by_temperature"]:
+        every = entry["tasks"][ALL]
+        scored, sampled, reward = every["scored"], every["acceptance_length"], every["reward_mean"]
+        lines.append(
+            f"acceptance length at T = {entry['temperature']:g}: "
+            + (f"sampled {sampled:.3f} ({summary['rule']}, pooled), " if sampled is not None else "no drafts sampled, ")
+            + f"scored {scored['acceptance_length']:.3f} ± {every['acceptance_length_se']:.3f} (rejection; product of "
+            f"alphas {scored['acceptance_length_product']:.3f}), {scored['acceptance_length_block']:.3f} (block), "
+            f"{scored['acceptance_length_target_only']:.3f} (target-only); entropy {scored['entropy_nats']:.3f} nats"
+            + (f"; reward {reward:.3f}" if reward is not None else "")
+        )
+        lines.append(f"  slope over tokens: {_slope_text(entry['slope_over_tokens'])}")
+    if len(summary["by_temperature"]) > 1:
+        lines.append(f"slope over temperatures: {_slope_text(summary['slope_over_temperatures'])}")
+    return "\n".join([*lines, *(f"ALARM: {line}" for line in summary["alarms"])])
+
+
+def _slope_text(slope: dict[str, Any]) -> str:
+    if slope["status"] != "ok":
+        return f"undetermined, {slope['reason']}"
     return (
-        f"acceptance length at T = {summary['temperature']:g}: "
-        + (f"sampled {sampled:.3f} ({summary['rule']}, pooled), " if sampled is not None else "no drafts sampled, ")
-        + f"scored {scored['acceptance_length']:.3f} +- {scored['acceptance_length_se']:.3f} (rejection), "
-        + f"{scored['acceptance_length_target_only']:.3f} (target-only); entropy {scored['entropy_nats']:.3f} nats"
-        + (f"; reward {reward:.3f}" if reward is not None else "")
+        f"{slope['slope']:+.3f} [{slope['low']:+.3f}, {slope['high']:+.3f}] tokens per nat, relative to the length "
+        f"{slope['relative']:+.4f} [{slope['relative_low']:+.4f}, {slope['relative_high']:+.4f}]"
     )
+
+
+def _by_task(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    tasks = sorted({prompt.task for prompt in prompts})
+    found = {task: [i for i, prompt in enumerate(prompts) if prompt.task == task] for task in tasks}
+    return {**(found if len(tasks) > 1 else {}), ALL: list(range(len(prompts)))}
+
+
+def _task(
+    config: EvalConfig,
+    task: str,
+    chosen: Sequence[int],
+    rollouts: Sequence[Rollout],
+    rewards: Sequence[float | None],
+    all_anchors: Anchors,
+) -> tuple[dict[str, Any], list[Row]]:
+    """What the summary says of one task at one temperature, and its rows."""
+    anchors = all_anchors.of(chosen)
+    if not len(anchors.response):
+        raise ConfigError(f"task {task}: no response of its {len(chosen)} prompts has 2 tokens; give more prompts")
+    counts = _pooled([rollouts[i] for i in chosen])
+    agreement = _agreement(config, anchors, {i: c for i in chosen if (c := rollouts[i].counts) is not None})
+    scored = acceptance_of(anchors.statistics, all_anchors.temperature)
+    errors = [_clustered_error(value, anchors.response) for value in anchors.accepted["rejection"]]
+    top, alpha = anchors.statistics["top_prob"], anchors.statistics["alpha"]
+    ahead = (alpha > top).double().mean(1).tolist()  # d_TV < 1 - p(argmax q)
+    known = [reward for i in chosen if (reward := rewards[i]) is not None]
+    return {
+        "num_prompts": len(chosen),
+        "reward_mean": sum(known) / len(known) if known else None,
+        "response_tokens": sum(len(rollouts[i].token_ids) for i in chosen),
+        "counts": asdict(counts) if counts else None,
+        "acceptance_length": counts.acceptance_length if counts else None,
+        "conditional_acceptance": counts.conditional_acceptance if counts else None,
+        "scored": scored.as_dict(),
+        "acceptance_length_se": _clustered_error(anchors.length("rejection"), anchors.response),
+        "rejection_ahead": ahead,
+        "agreement": agreement.as_dict() if agreement else None,
+    }, rows_of(task, counts, scored, agreement, errors, ahead)
+
+
+def _agreement(config: EvalConfig, anchors: Anchors, counts: dict[int, DraftCounts]) -> Agreement | None:
+    rollout = config.rollout
+    if rollout.speculation != "mtp" or rollout.tree != "none":  # a tree's counts are not a chain's
+        return None
+    return compare(anchors, counts, rule=rollout.rule, num_drafts=rollout.num_speculative_tokens)
+
+
+def _alarms(entry: dict[str, Any]) -> list[str]:
+    lines = []
+    for task, found in entry["tasks"].items():
+        agreement = found["agreement"]
+        if agreement and not agreement["agrees"]:
+            parts = ", ".join(
+                f"depth {j + 1} sampled {a:.4f} scored {b:.4f} ± {half:.4f}"
+                for j, (a, b, half) in enumerate(
+                    zip(agreement["sampled"], agreement["as_drafted"], agreement["half_width_99"], strict=True)
+                )
+            )
+            lines.append(
+                f"task {task}, T = {entry['temperature']:g}: sampled and scored acceptance part beyond their joint "
+                f"99 % interval ({parts}); the engine serves other heads, or samples otherwise, than the checkpoint"
+            )
+    return lines
+
+
+def _clustered_error(values: torch.Tensor, response: torch.Tensor) -> float:
+    """Standard error of the mean of values [N] whose responses are independent and whose positions are not."""
+    total = torch.zeros(int(response.max()) + 1, dtype=torch.float64).index_add_(0, response, values - values.mean())
+    groups = len(response.unique())
+    return (total.square().sum() * groups / max(1, groups - 1)).sqrt().item() / len(values)
+
+
+def _token_slope(anchors: Anchors) -> slopes.EntropySlope:
+    return slopes.over_tokens(
+        anchors.entropy_nats.numpy(), anchors.length("rejection").numpy(), anchors.response.numpy()
+    )
+
+
+def _temperature_slope(sweep: dict[float, Anchors], num_prompts: int) -> slopes.EntropySlope:
+    points = {t: (a.entropy_nats.numpy(), a.length("rejection").numpy(), a.response.numpy()) for t, a in sweep.items()}
+    return slopes.over_temperatures(points, range(num_prompts))
+
+
+def _scored(
+    config: EvalConfig,
+    backbone: Backbone,
+    head: torch.nn.Module,
+    prompts: Sequence[Prompt],
+    rollouts: Sequence[Rollout],
+    temperature: float,
+) -> Anchors:
+    rows = [_row(prompt, rollout) for prompt, rollout in zip(prompts, rollouts, strict=True)]
+    return score_text(backbone, head, rows, depth=config.depth, temperature=temperature, seed=config.seed)
 
 
 def _prompts(config: EvalConfig, tokenizer: Any) -> list[Prompt]:
@@ -109,10 +228,15 @@ def _prompts(config: EvalConfig, tokenizer: Any) -> list[Prompt]:
     return prompts
 
 
-def _sample(config: EvalConfig, policy_dir: Path, prompts: Sequence[Sequence[int]]) -> list[Rollout]:
-    rollout = config.rollout
-    with make_engine(rollout, policy_dir, seed=config.seed, dtype=config.model.dtype) as engine:
-        return sample_all(engine, prompts, rollout_sampling(config), title="eval")
+def _sample(config: EvalConfig, policy_dir: Path, prompts: Sequence[Sequence[int]]) -> dict[float, list[Rollout]]:
+    """Responses by temperature, all from one engine."""
+    sampling = rollout_sampling(config)
+    found = {}
+    with make_engine(config.rollout, policy_dir, seed=config.seed, dtype=config.model.dtype) as engine:
+        for temperature in config.swept:
+            title = f"eval T={temperature:g}"
+            found[temperature] = sample_all(engine, prompts, replace(sampling, temperature=temperature), title=title)
+    return found
 
 
 def _row(prompt: Prompt, rollout: Rollout) -> TextRow:
@@ -123,28 +247,3 @@ def _row(prompt: Prompt, rollout: Rollout) -> TextRow:
 def _pooled(rollouts: Sequence[Rollout]) -> DraftCounts | None:
     counts = [rollout.counts for rollout in rollouts if rollout.counts is not None]
     return sum(counts[1:], counts[0]) if counts else None
-
-
-class _Scorer:
-    """Rows of sampled text -> scored acceptance at the rollout's temperature."""
-
-    def __init__(self, config: EvalConfig, policy_dir: Path, head: torch.nn.Module) -> None:
-        device = device_name()
-        dtype = getattr(torch, config.model.dtype)
-        self._backbone = load_backbone(policy_dir, dtype=dtype, device=device)
-        self._head = head.float().to(device)
-        self._depth, self._temperature = config.depth, config.rollout.temperature
-
-    def __call__(self, rows: Sequence[TextRow]) -> Acceptance:
-        rows = trainable(rows, self._depth, "sampled text")
-        longest = max(len(row.input_ids) for row in rows)
-        tokens = max(BATCH_TOKENS, longest)
-        hidden = HiddenStates(self._backbone, rows, tokens, name="sampled text")
-        return score_heads(
-            self._head,
-            (hidden.batch(batch) for batch in pack_rows(rows, range(len(rows)), tokens, self._depth)),
-            self._backbone.embed_weight.float(),
-            self._backbone.lm_head_weight.float(),
-            depth=self._depth,
-            temperature=self._temperature,
-        )

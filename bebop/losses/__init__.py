@@ -1,6 +1,21 @@
 """Losses of the heads over bebop_kernels: the end-to-end TV loss and the baselines it is compared with."""
 
-from bebop.losses.acceptance import ExpectedAcceptance, e2e_tv, expected_acceptance
+from bebop.losses.acceptance import (
+    ExpectedAcceptance,
+    accepted_at_anchors,
+    accepted_given_text,
+    e2e_tv,
+    expected_acceptance,
+)
 from bebop.losses.head import LOSSES, head_loss, score_drafts
 
-__all__ = ["LOSSES", "ExpectedAcceptance", "e2e_tv", "expected_acceptance", "head_loss", "score_drafts"]
+__all__ = [
+    "LOSSES",
+    "ExpectedAcceptance",
+    "accepted_at_anchors",
+    "accepted_given_text",
+    "e2e_tv",
+    "expected_acceptance",
+    "head_loss",
+    "score_drafts",
+]

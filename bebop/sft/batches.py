@@ -1,28 +1,20 @@
-"""Training batches: packed sequences with the backbone's hidden states beside them.
-
-The backbone is frozen, so the hidden states of small data are computed once and kept in memory; of large data, with
-each batch. Which of the two depends on the data's size alone, and a sequence's states on nothing but the data and the
-policy: a resumed run sees the same bits.
+"""Training batches: packed sequences, their anchors, and the backbone's hidden states (bebop.sft.hidden) beside them.
 
 Shapes: T tokens of a packed batch, B documents, N anchors, K depths, D width.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from bebop.backbone import Backbone
 from bebop.data.distill import TextRow
 from bebop.data.packing import PackedBatch, anchor_labels, anchors, pack, target_index
 
 log = logging.getLogger(__name__)
-CACHE_LIMIT_BYTES = 2 << 30  # hidden states kept in memory, per process
 
 
 @dataclass(frozen=True)
@@ -88,45 +80,15 @@ def pack_rows(rows: Sequence[TextRow], order: Sequence[int], max_tokens: int, de
     return batches
 
 
-class HiddenStates:
-    """The backbone's hidden states of a set of rows, kept in memory where they fit."""
-
-    def __init__(self, backbone: Backbone, rows: Sequence[TextRow], max_tokens: int, *, name: str) -> None:
-        self._backbone, self._device = backbone, backbone.embed_weight.device
-        self._cache: list[Tensor] | None = None
-        num_tokens = sum(len(row.input_ids) for row in rows)
-        size = num_tokens * backbone.embed_weight.shape[1] * 4
-        if size > CACHE_LIMIT_BYTES:
-            log.info("%s: hidden states would take %.1f GiB; the backbone runs with every batch", name, size / 2**30)
-            return
-        log.info("%s: hidden states of %d tokens are kept in memory, %.1f MiB", name, num_tokens, size / 2**20)
-        self._cache = []
-        for batch in pack_rows(rows, range(len(rows)), max_tokens, depth=1):
-            hidden = self._compute(batch).cpu()
-            bounds = batch.packed.cu_seqlens.tolist()
-            self._cache += [hidden[a:b].clone() for a, b in itertools.pairwise(bounds)]
-
-    def batch(self, indexed: IndexedBatch) -> TrainBatch:
-        """The batch with its hidden states, on the backbone's device."""
-        packed = indexed.packed
-        if self._cache is None:
-            hidden = self._compute(indexed)
-        else:
-            hidden = torch.cat([self._cache[i] for i in indexed.sequences]).to(self._device)
-        return TrainBatch(
-            hidden=hidden,
-            input_ids=packed.input_ids.to(self._device),
-            cu_seqlens=packed.cu_seqlens.to(self._device),
-            position_ids=packed.position_ids.to(self._device),
-            anchors=indexed.anchors.to(self._device),
-            target_index=indexed.target_index.to(self._device),
-            labels=anchor_labels(packed, indexed.anchors, len(indexed.target_index)).to(self._device),
-        )
-
-    @torch.no_grad()
-    def _compute(self, indexed: IndexedBatch) -> Tensor:
-        packed, device = indexed.packed, self._device
-        hidden = self._backbone.hidden(
-            packed.input_ids.to(device), packed.position_ids.to(device), packed.cu_seqlens.to(device)
-        )
-        return hidden.float()
+def train_batch(indexed: IndexedBatch, hidden: Tensor) -> TrainBatch:
+    """The batch with its hidden states [T,D], on their device."""
+    packed, device = indexed.packed, hidden.device
+    return TrainBatch(
+        hidden=hidden,
+        input_ids=packed.input_ids.to(device),
+        cu_seqlens=packed.cu_seqlens.to(device),
+        position_ids=packed.position_ids.to(device),
+        anchors=indexed.anchors.to(device),
+        target_index=indexed.target_index.to(device),
+        labels=anchor_labels(packed, indexed.anchors, len(indexed.target_index)).to(device),
+    )

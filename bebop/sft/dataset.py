@@ -9,7 +9,8 @@ from torch import Tensor
 
 from bebop.backbone import Backbone
 from bebop.data.distill import read_rows
-from bebop.sft.batches import HiddenStates, IndexedBatch, TrainBatch, pack_rows, trainable
+from bebop.sft.batches import IndexedBatch, TrainBatch, pack_rows, trainable
+from bebop.sft.hidden import HiddenStates
 from bebop.sft.schedule import BatchStream
 from bebop.sft.scoring import sequence_entropies
 
@@ -19,7 +20,19 @@ ENTROPY_SEQUENCES = 512  # training sequences that the recorded range of entropi
 class TextData:
     """train: micro-batches for any step; heldout: batches to score on. Hidden states come with them."""
 
-    def __init__(self, text_dir: Path, backbone: Backbone, *, depth: int, batch_tokens: int, seed: int) -> None:
+    def __init__(
+        self,
+        text_dir: Path,
+        backbone: Backbone,
+        *,
+        depth: int,
+        batch_tokens: int,
+        seed: int,
+        cache_hidden: str,
+        policy: str,
+    ) -> None:
+        """cache_hidden: of the training text; the held-out one is small and stays in memory, or streams. policy: the
+        backbone's checksum, which cached states belong to."""
         train = trainable(read_rows(text_dir / "train.parquet"), depth, "training text")
         heldout = trainable(read_rows(text_dir / "heldout.parquet"), depth, "held-out text")
         self.num_sequences = len(train)
@@ -27,15 +40,33 @@ class TextData:
         self.stream: BatchStream[IndexedBatch] = BatchStream(
             len(train), seed, lambda order: pack_rows(train, order, batch_tokens, depth)
         )
-        self.hidden = HiddenStates(backbone, train, batch_tokens, name="training text")
-        self._heldout_hidden = HiddenStates(backbone, heldout, batch_tokens, name="held-out text")
+        self.hidden = HiddenStates(
+            backbone,
+            train,
+            batch_tokens,
+            name="training text",
+            how=cache_hidden,
+            file=text_dir / f"hidden_depth{depth}.bin",
+            identity=policy,
+        )
+        heldout_how = "stream" if cache_hidden == "stream" else "memory"
+        self._heldout_hidden = HiddenStates(backbone, heldout, batch_tokens, name="held-out text", how=heldout_how)
         self._heldout = pack_rows(heldout, range(len(heldout)), batch_tokens, depth)
         self._first = pack_rows(train, range(min(ENTROPY_SEQUENCES, len(train))), batch_tokens, depth)
+        self._heldout_rows, self._batch_tokens, self._depth = heldout, batch_tokens, depth
         self._lm_head = backbone.lm_head_weight
 
     def heldout(self) -> Iterator[TrainBatch]:
         for batch in self._heldout:
             yield self._heldout_hidden.batch(batch)
+
+    def heldout_by_task(self) -> Iterator[tuple[str, Iterator[TrainBatch]]]:
+        """The held-out batches of every task, where there is more than one task or not."""
+        tasks = [row.task for row in self._heldout_rows]
+        for task in sorted(set(tasks)):
+            chosen = [i for i, name in enumerate(tasks) if name == task]
+            packed = pack_rows(self._heldout_rows, chosen, self._batch_tokens, self._depth)
+            yield task, (self._heldout_hidden.batch(batch) for batch in packed)
 
     def entropy(self, temperature: float) -> dict[str, float | list[float]]:
         """Target entropies of the text in nats: mean over held-out sequences, least and greatest mean of a sequence."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from bebop.data.distill import META
 from bebop.monitor.store import package_versions, read_json
 from bebop.mtp import checkpoint_checksums, head_tensors, write_checkpoint
+from bebop.sft.card import write_card
 from bebop.sft.deepspeed_adapter import write_json
 from bebop.sft.job import Job
 from bebop.sft.scoring import Acceptance
@@ -18,7 +19,8 @@ from bebop.sft.stage import CHECKPOINT, RESULT
 
 
 def export(job: Job, tensors: Mapping[str, Tensor], scored: Acceptance, facts: Mapping[str, Any]) -> None:
-    """Write run_dir/checkpoint, the policy with `tensors` as its heads, in the policy's dtype, and sft_result.json.
+    """Write run_dir/checkpoint, the policy with `tensors` as its heads, in the policy's dtype, its model card, and
+    sft_result.json.
 
     tensors: the trained head's parameters by name. The result file comes last: with it the training counts as finished.
     """
@@ -31,7 +33,6 @@ def export(job: Job, tensors: Mapping[str, Tensor], scored: Acceptance, facts: M
         "policy": str(job.policy_dir),
         "mtp_depth": config.sft.depth,
         "loss": config.loss.name,
-        "loss_warmup": config.loss.warmup,
         "steps": config.sft.steps,
         "seed": config.seed,
         "data": {key: text[key] for key in ("fingerprint", "sampled_by_policy", "num_train", "num_heldout")},
@@ -41,13 +42,15 @@ def export(job: Job, tensors: Mapping[str, Tensor], scored: Acceptance, facts: M
         "acceptance_length": scored.acceptance_length,
         "acceptance_length_se": scored.acceptance_length_se,
         "acceptance_length_target_only": scored.acceptance_length_target_only,
+        "all_tasks": scored.as_dict(),
         **facts,
         "config": config.model_dump(mode="json"),
     }
     checkpoint = job.run_dir / CHECKPOINT
     write_checkpoint(job.policy_dir, checkpoint, heads, provenance)
+    write_card(checkpoint, provenance)
     checksums = checkpoint_checksums(checkpoint)
-    short = {key: value for key, value in provenance.items() if key not in ("config", "versions")}
+    short = {key: value for key, value in provenance.items() if key not in ("config", "versions", "all_tasks")}
     write_json(
         job.run_dir / RESULT,
         {

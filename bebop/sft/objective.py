@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
+
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from bebop.config import Loss
 from bebop.losses import head_loss
-from bebop.mtp import MtpHead, draft_hidden
+from bebop.mtp import draft_hidden
+from bebop.mtp.head import Head
 from bebop.sft.batches import TrainBatch
 
 
-def anchor_rows(head: MtpHead, batch: TrainBatch, embed_weight: Tensor, depth: int) -> Tensor:
+def anchor_rows(head: Head, batch: TrainBatch, embed_weight: Tensor, depth: int) -> Tensor:
     """[K,N,D] the heads' output at the anchors, depth k from the engine's own recursion."""
     packed = (batch.input_ids, batch.cu_seqlens, batch.position_ids)
     return draft_hidden(head, batch.hidden, embed_weight, *packed, depth, anchors=batch.anchors)
@@ -20,20 +25,39 @@ def anchor_rows(head: MtpHead, batch: TrainBatch, embed_weight: Tensor, depth: i
 class HeadObjective(nn.Module):
     """Mean loss over a batch's anchors. `loss_name` says which of the losses, and may change between steps."""
 
-    def __init__(self, head: MtpHead, embed_weight: Tensor, lm_head_weight: Tensor, depth: int, loss: Loss) -> None:
-        """embed_weight, lm_head_weight: float32 [V,D], frozen; not parameters of this module, so never updated."""
+    def __init__(
+        self,
+        head: Head,
+        embed_weight: Tensor,
+        lm_head_weight: Tensor,
+        depth: int,
+        loss: Loss,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        """embed_weight, lm_head_weight: float32 [V,D], frozen; not parameters of this module, so never updated.
+
+        compute_dtype: of the heads' matrix products, by autocast; parameters, gradients and loss stay float32.
+        activation_checkpointing: MLPs keep their input alone and run again in the backward pass.
+        """
         super().__init__()
         self.head, self.depth, self.loss_name = head, depth, loss.name
         self._loss = loss
         self._frozen = (embed_weight, lm_head_weight)
+        self._compute_dtype = compute_dtype
+        if activation_checkpointing:
+            _checkpoint_mlps(head)
 
     def forward(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """-> loss (scalar, mean over the N anchors), alpha [K] float32 (mean over the anchors, detached)."""
         embed_weight, lm_head_weight = self._frozen
-        rows = anchor_rows(self.head, batch, embed_weight, self.depth)
+        low = self._compute_dtype != torch.float32
+        with torch.autocast(batch.hidden.device.type, self._compute_dtype, enabled=low):
+            rows = anchor_rows(self.head, batch, embed_weight, self.depth)
         loss, alpha = head_loss(
             self.loss_name,
-            rows,
+            rows.float(),
             batch.hidden,
             lm_head_weight,
             batch.target_index,
@@ -43,3 +67,13 @@ class HeadObjective(nn.Module):
             impl=self._loss.impl,
         )
         return loss, torch.as_tensor(alpha).mean(dim=1)
+
+
+def _checkpoint_mlps(head: nn.Module) -> None:
+    """Run every outermost module named `mlp` under activation checkpointing; its inner activations, several times the
+    width per token and depth, are the greatest that a head keeps. Parameters keep their names."""
+    found = [module for name, module in head.named_modules() if re.fullmatch(r"(?:(?!mlp\.)\w+\.)*mlp", name)]
+    if not found:
+        raise ValueError("sft.activation_checkpointing=true: the head has no MLP to checkpoint; set it to false")
+    for module in found:
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)

@@ -29,8 +29,24 @@ def lr_at(step: int, sft: Sft) -> float:
     return sft.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
+def resolve_warmup(loss: Loss, *, cold: bool) -> Loss:
+    """The loss with warmup=auto made out: lk where a TV loss meets cold heads, which were made for this run, else none.
+
+    The gradient of a TV loss is small where every overlap is, so fresh heads learn slowly by it; -log alpha divides
+    that by alpha.
+    """
+    if loss.warmup != "auto":
+        return loss
+    return loss.model_copy(update={"warmup": "lk" if cold and loss.name in ("tv", "e2e_tv") else None})
+
+
 def loss_at(step: int, steps: int, loss: Loss) -> str:
-    """Name of the loss of step `step`: loss.warmup for the first warmup_share of the steps, then loss.name."""
+    """Name of the loss of step `step`: loss.warmup for the first warmup_share of the steps, then loss.name.
+
+    Raises ValueError where warmup is still auto, see `resolve_warmup`.
+    """
+    if loss.warmup == "auto":
+        raise ValueError("loss.warmup=auto: expected it resolved by whether the heads are cold")
     return loss.warmup if loss.warmup and step < round(loss.warmup_share * steps) else loss.name
 
 

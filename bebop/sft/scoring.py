@@ -3,13 +3,14 @@
 P(first j drafts accepted) = E_{y~p}[ prod_{i<j} min(1, q_i(y_i) / p_i(y_i)) alpha_j ], alpha_j = sum_v min(p_j, q_j)
 
 is exact for text that the policy sampled at the same temperature. Under target-only acceptance the draft is argmax q,
-so the factors are [y_i = argmax q_i] and p_j(argmax q_j). Shapes: K depths, N anchors, D width, V vocabulary.
+so the factors are [y_i = argmax q_i] and p_j(argmax q_j). Block verification: see bebop.losses.accepted_at_anchors.
+Shapes: K depths, N anchors, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from bebop_kernels import tv_statistics
 from torch import Tensor
 
-from bebop.losses import expected_acceptance
+from bebop.losses import accepted_at_anchors, expected_acceptance
 from bebop.mtp import MtpHead
 from bebop.sft.batches import TrainBatch
 from bebop.sft.objective import anchor_rows
@@ -37,11 +38,21 @@ class Acceptance:
     acceptance_length: float  # expected tokens per target forward under rejection sampling, draft length K
     acceptance_length_se: float
     accepted_target_only: tuple[float, ...]  # [K] the same under target-only acceptance
+    accepted_block: tuple[float, ...]  # [K] the same under block verification
+    accepted_product: tuple[float, ...]  # [K] mean product of alphas along the text: biased, what e2e_tv trains
     entropy_nats: float  # mean target entropy over the anchors' first depth
 
     @property
     def acceptance_length_target_only(self) -> float:
         return 1 + sum(self.accepted_target_only)
+
+    @property
+    def acceptance_length_block(self) -> float:
+        return 1 + sum(self.accepted_block)
+
+    @property
+    def acceptance_length_product(self) -> float:
+        return 1 + sum(self.accepted_product)
 
     @property
     def conditional(self) -> tuple[float, ...]:
@@ -54,6 +65,8 @@ class Acceptance:
             **asdict(self),
             "conditional": self.conditional,
             "acceptance_length_target_only": self.acceptance_length_target_only,
+            "acceptance_length_block": self.acceptance_length_block,
+            "acceptance_length_product": self.acceptance_length_product,
         }
 
 
@@ -81,16 +94,53 @@ def score_rows(
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> Acceptance:
     """drafts: the heads' output [K,N,D] at a batch's anchors, with the batch. chunk_elements: logits held at once."""
-    parts: list[dict[str, Tensor]] = []
-    for rows, batch in drafts:
-        step = max(1, chunk_elements // (rows.shape[0] * lm_head_weight.shape[0]))
-        for start in range(0, rows.shape[1], step):
-            where = slice(start, start + step)
-            target = batch.hidden[batch.target_index[:, where]]
-            parts.append(_statistics(rows[:, where], target, batch.labels[:, where], lm_head_weight, temperature))
-    if not parts:
+    parts = [
+        anchor_statistics(rows, batch, lm_head_weight, temperature=temperature, chunk_elements=chunk_elements)
+        for rows, batch in drafts
+    ]
+    return acceptance_of(join(parts), temperature)
+
+
+@torch.no_grad()
+def anchor_statistics(
+    rows: Tensor,
+    batch: TrainBatch,
+    lm_head_weight: Tensor,
+    *,
+    temperature: float,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> dict[str, Tensor]:
+    """Statistics [K,N] of the heads' output [K,N,D] at a batch's anchors, from one sweep of the vocabulary."""
+    step = max(1, chunk_elements // (rows.shape[0] * lm_head_weight.shape[0]))
+    parts = []
+    for start in range(0, max(1, rows.shape[1]), step):
+        where = slice(start, start + step)
+        target = batch.hidden[batch.target_index[:, where]]
+        parts.append(_statistics(rows[:, where], target, batch.labels[:, where], lm_head_weight, temperature))
+    return join(parts)
+
+
+def join(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Statistics [K,n] of several batches as one [K,N]. Raises ValueError without an anchor."""
+    if not parts or not any(part["alpha"].shape[1] for part in parts):
         raise ValueError("text to score: 0 anchors; it needs sequences longer than the draft depth")
-    s = {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}  # each [K,N]
+    return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
+
+
+def accepted_by_rule(s: dict[str, Tensor]) -> dict[str, Tensor]:
+    """[K,N] by rule, what each anchor adds to P(first j drafts accepted), from `anchor_statistics`."""
+    text = (s["target_logprob"], s["draft_logprob"])
+    greedy = (torch.zeros_like(s["top_logweight"]), s["top_logweight"])
+    return {
+        "target_only": accepted_at_anchors(s["top_prob"], *greedy),
+        "rejection": accepted_at_anchors(s["alpha"], *text),
+        "block": accepted_at_anchors(s["alpha"], *text, rule="block"),
+    }
+
+
+def acceptance_of(s: dict[str, Tensor], temperature: float) -> Acceptance:
+    """Means over anchors of the statistics [K,N] of `anchor_statistics`."""
+    block = accepted_by_rule(s)["block"].mean(1)
     sampled = expected_acceptance(s["alpha"], s["target_logprob"], s["draft_logprob"])
     greedy = expected_acceptance(s["top_prob"], torch.zeros_like(s["top_logweight"]), s["top_logweight"])
     return Acceptance(
@@ -102,6 +152,8 @@ def score_rows(
         acceptance_length=sampled.acceptance_length.item(),
         acceptance_length_se=sampled.acceptance_length_error.item(),
         accepted_target_only=tuple(greedy.probability.tolist()),
+        accepted_block=tuple(block.tolist()),
+        accepted_product=tuple(s["alpha"].double().cumprod(0).mean(1).tolist()),
         entropy_nats=s["target_entropy"][0].double().mean().item(),
     )
 

@@ -26,7 +26,7 @@ def prepare_text(config: SftConfig, policy_dir: Path, home: Path) -> tuple[Path,
     data = config.data
     parts: dict[str, Any] = {
         "policy": checkpoint_checksums(policy_dir).backbone,
-        "data": data.model_dump(mode="json"),
+        "data": data.model_dump(mode="json", exclude={"cache_hidden"}),
         "temperature": config.rollout.temperature,
         "top_p": config.rollout.top_p,
         "top_k": config.rollout.top_k,

@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from bebop.backbone import load_backbone
+from bebop.config import Loss
 from bebop.data.distill import fingerprint
 from bebop.mtp import checkpoint_checksums, init_heads, load_heads
+from bebop.sft.batches import TrainBatch
 from bebop.sft.dataset import TextData
 from bebop.sft.deepspeed_adapter import Trainer, deepspeed_config
 from bebop.sft.export import export
 from bebop.sft.job import Job
 from bebop.sft.objective import HeadObjective
-from bebop.sft.schedule import loss_at, lr_at, mine
+from bebop.sft.schedule import loss_at, lr_at, mine, resolve_warmup
 from bebop.sft.scoring import Acceptance, score
 from bebop.sft.sinks import Sinks
 
@@ -31,16 +34,33 @@ class Training:
 
     def __init__(self, job: Job, device: str) -> None:
         config = job.config
-        self.job, self.sft, self.loss = job, config.sft, config.loss
+        self.job, self.sft = job, config.sft
         backbone = load_backbone(job.policy_dir, dtype=getattr(torch, config.model.dtype), device=device)
         self.frozen = (backbone.embed_weight.float(), backbone.lm_head_weight.float())
         head = load_heads(job.policy_dir)
+        self.cold = head is None
         if head is None:
             head = init_heads(job.policy_dir, how=config.model.mtp_init, seed=config.seed)
-        self.objective = HeadObjective(head.float().to(device).train(), *self.frozen, self.sft.depth, self.loss)
+        self.loss = resolve_warmup(config.loss, cold=self.cold)
+        whose = "fresh" if self.cold else "the policy's own"
+        log.info("sft: %s heads, loss %s, %s", whose, self.loss.name, _warmup(self.loss))
+        self.objective = HeadObjective(
+            head.float().to(device).train(),
+            *self.frozen,
+            self.sft.depth,
+            self.loss,
+            compute_dtype=getattr(torch, self.sft.compute_dtype),
+            activation_checkpointing=self.sft.activation_checkpointing,
+        )
         self.trainer = Trainer(self.objective, _deepspeed(job))
         self.data = TextData(
-            job.text_dir, backbone, depth=self.sft.depth, batch_tokens=self.sft.batch_tokens, seed=config.seed
+            job.text_dir,
+            backbone,
+            depth=self.sft.depth,
+            batch_tokens=self.sft.batch_tokens,
+            seed=config.seed,
+            cache_hidden=config.data.cache_hidden,
+            policy=checkpoint_checksums(job.policy_dir).backbone,
         )
         self.sinks = Sinks(config.logger, job.run_dir, write=self.trainer.rank == 0)
 
@@ -62,11 +82,15 @@ class Training:
             if done % self.sft.save_every == 0 or done == steps:
                 trainer.save(self.job.run_dir / STATE, done, {**state, "step": done})
         scored = scored or self._score(steps)
+        by_task = self._score_by_task()
         tensors = {name.removeprefix("head."): tensor for name, tensor in trainer.parameters().items()}
         if trainer.rank == 0:
             facts = {
                 "acceptance_length_before": state["acceptance_length_before"],
+                "heads_from": f"fresh, {self.job.config.model.mtp_init}" if self.cold else "the policy's own",
+                "loss_warmup": self.loss.warmup,
                 **self.data.entropy(self.loss.temperature),
+                "tasks": {task: found.as_dict() for task, found in by_task.items()},
                 "num_sequences": self.data.num_sequences,
                 "num_tokens": self.data.num_tokens,
                 "train_loop_s": round(time.monotonic() - began, 2),
@@ -123,15 +147,24 @@ class Training:
     def _score(self, done: int) -> Acceptance:
         """Scored acceptance on held-out text after `done` steps, on every rank."""
         with self.trainer.gathered():
-            scored = score(
-                self.objective.head,
-                self.data.heldout(),
-                *self.frozen,
-                depth=self.sft.depth,
-                temperature=self.loss.temperature,
-            )
+            scored = self._acceptance(self.data.heldout())
         self.sinks.write("sft_eval", scored.as_dict(), step=done)
         return scored
+
+    def _score_by_task(self) -> dict[str, Acceptance]:
+        """The same, of every task's held-out text for itself."""
+        with self.trainer.gathered():
+            return {task: self._acceptance(batches) for task, batches in self.data.heldout_by_task()}
+
+    def _acceptance(self, batches: Iterable[TrainBatch]) -> Acceptance:
+        return score(
+            self.objective.head, batches, *self.frozen, depth=self.sft.depth, temperature=self.loss.temperature
+        )
+
+
+def _warmup(loss: Loss) -> str:
+    share = f"{loss.warmup_share:.0%} of the steps"
+    return f"after {loss.warmup} for {share}" if loss.warmup and loss.warmup_share else "no warm-up"
 
 
 def _deepspeed(job: Job) -> dict[str, Any]:

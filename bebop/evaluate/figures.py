@@ -1,0 +1,107 @@
+"""The figures of `eval`, in the report's style: acceptance length against entropy, position and temperature, and where
+rejection sampling beats target-only acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from bebop.evaluate.anchors import Anchors
+from bebop.evaluate.slopes import EntropySlope
+from bebop.monitor.plots import BLUE, GREEN, GREY, INK, RED, figure_of, legend_below, save, styled
+
+RULES = {"rejection": RED, "block": BLUE, "target_only": GREEN}
+LENGTH = "expected acceptance length\n[tokens per target forward]"
+BINS = 12
+
+
+def write_figures(run_dir: Path, sweep: Mapping[float, Anchors], slopes: Mapping[float, EntropySlope]) -> list[str]:
+    """PNGs of the first temperature, and of the sweep where it has several; their names."""
+    first = next(iter(sweep))
+    figures = {
+        "acceptance_over_entropy.png": over_entropy(sweep[first], slopes[first], first),
+        "acceptance_over_position.png": over_position(sweep[first], first),
+        "rejection_or_target_only.png": boundary(sweep[first], first),
+    }
+    if len(sweep) > 1:
+        figures["acceptance_over_temperature.png"] = over_temperature(sweep)
+    for name, figure in figures.items():
+        save(figure, str(run_dir / name))
+    return list(figures)
+
+
+@styled
+def over_entropy(anchors: Anchors, slope: EntropySlope, temperature: float) -> Figure:
+    """Mean acceptance length by twelfths of the entropy, and the line that is fitted to all positions."""
+    h = anchors.entropy_nats.numpy()
+    figure, (axes,) = figure_of(1)
+    _binned(axes, anchors, h, np.unique(np.quantile(h, np.linspace(0, 1, BINS + 1))))
+    if slope.status == "ok":
+        grid = np.array([h.min(), h.max()])
+        label = f"line, rejection: {slope.slope:+.3f} [{slope.low:+.3f}, {slope.high:+.3f}] per nat"
+        axes.plot(grid, slope.intercept + slope.slope * grid, color=INK, linestyle=":", label=label)
+    axes.set(xlabel="target entropy [nats]", ylabel=LENGTH)
+    axes.set_title(f"Acceptance length against target entropy, T = {temperature:g}")
+    legend_below(figure)
+    return figure
+
+
+@styled
+def over_position(anchors: Anchors, temperature: float) -> Figure:
+    """Mean acceptance length by the place in the response."""
+    position = anchors.position.numpy().astype(float)
+    figure, (axes,) = figure_of(1)
+    _binned(axes, anchors, position, np.unique(np.quantile(position, np.linspace(0, 1, BINS + 1)).round()))
+    axes.set(xlabel="token of the response that the draft follows", ylabel=LENGTH)
+    axes.set_title(f"Acceptance length against position, T = {temperature:g}")
+    legend_below(figure)
+    return figure
+
+
+@styled
+def boundary(anchors: Anchors, temperature: float) -> Figure:
+    """Positions at depth 1 by d_TV and 1 - p(argmax q); below the diagonal rejection sampling accepts more."""
+    x = 1 - anchors.statistics["top_prob"][0].numpy()
+    y = 1 - anchors.statistics["alpha"][0].numpy()
+    figure, (axes,) = figure_of(1)
+    shown = axes.hexbin(x, y, gridsize=40, extent=(0, 1, 0, 1), bins="log", cmap="Blues", mincnt=1)
+    figure.colorbar(shown, ax=axes, pad=0.02, label="positions")
+    share = float((y < x).mean())
+    axes.plot([0, 1], [0, 1], color=RED, label=f"equal; below it, {share:.0%} of positions, rejection is ahead")
+    axes.set(xlabel="1 - p(argmax q), rejected by target-only", ylabel="d_TV, rejected by\nrejection sampling")
+    axes.set_title(f"Rejection sampling or target-only, depth 1, T = {temperature:g}")
+    legend_below(figure)
+    return figure
+
+
+@styled
+def over_temperature(sweep: Mapping[float, Anchors]) -> Figure:
+    """Mean acceptance length and entropy at every temperature."""
+    figure, (upper, lower) = figure_of(2, height=5.2, sharex=True)
+    temperatures = sorted(sweep)
+    for rule, colour in RULES.items():
+        y = [sweep[t].length(rule).mean().item() for t in temperatures]
+        upper.plot(temperatures, y, color=colour, marker="o", markersize=4, label=rule)
+    upper.set_ylabel(LENGTH)
+    upper.set_title("Acceptance length and entropy over temperatures")
+    lower.plot(temperatures, [sweep[t].entropy_nats.mean().item() for t in temperatures], color=GREY, marker="o")
+    lower.set(xlabel="sampling temperature", ylabel="target entropy\n[nats]")
+    legend_below(figure)
+    return figure
+
+
+def _binned(axes, anchors: Anchors, x: np.ndarray, edges: Sequence[float]) -> None:
+    """Means of the acceptance length in bins of x, by rule, with 95 % bands over positions."""
+    which = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, max(0, len(edges) - 2))
+    for rule, colour in RULES.items():
+        length, points = anchors.length(rule).numpy(), []
+        for b in np.unique(which):
+            inside = length[which == b]
+            error = inside.std(ddof=1) / len(inside) ** 0.5 if len(inside) > 1 else 0.0
+            points.append((x[which == b].mean(), inside.mean(), 1.96 * error))
+        centre, mean, half = np.array(points).T
+        axes.fill_between(centre, mean - half, mean + half, color=colour, alpha=0.13, linewidth=0)
+        axes.plot(centre, mean, color=colour, marker="o", markersize=4, label=rule)

@@ -1,0 +1,121 @@
+"""The model card of a policy with trained heads: README.md in the layout of Hugging Face.
+
+A policy's own card stays: its front matter keeps its keys and gains tags, its text stands as it was, and the heads get
+one section between two marks, which a later training replaces.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CARD = "README.md"
+BEGIN, END = "<!-- bebop: heads -->", "<!-- bebop: end of heads -->"
+TAGS = ("speculative-decoding", "multi-token-prediction", "bebop")
+FRONT = re.compile(r"\A---\n(.*?)\n---\n?", re.DOTALL)
+
+
+def write_card(checkpoint: Path, made: Mapping[str, Any]) -> None:
+    """Write the card of `checkpoint`, over the one that is there, if any. made: the provenance in its bebop.json.
+
+    Raises ValueError where the front matter of the card that is there is no YAML mapping.
+    """
+    path = checkpoint / CARD
+    part = path.with_name(f"{CARD}.{os.getpid()}.part")
+    part.write_text(merge(path.read_text() if path.exists() else None, made))
+    part.replace(path)
+
+
+def merge(before: str | None, made: Mapping[str, Any]) -> str:
+    """The card's text: `before` with its section on the heads replaced or added, or a new card."""
+    front, body = (
+        _split(before) if before is not None else ({"library_name": "transformers"}, "# Policy with MTP heads\n")
+    )
+    front.setdefault("pipeline_tag", "text-generation")
+    tags = front.get("tags") or []
+    front["tags"] = [*([tags] if isinstance(tags, str) else tags)]
+    front["tags"] += [tag for tag in TAGS if tag not in front["tags"]]
+    section = f"{BEGIN}\n{_section(made)}{END}\n"
+    if BEGIN in body and END in body:
+        start, stop = body.index(BEGIN), body.index(END) + len(END)
+        body = body[:start] + section + body[stop:].removeprefix("\n")
+    else:
+        body = body.rstrip("\n") + "\n\n" + section
+    return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n{body}"
+
+
+def _split(card: str) -> tuple[dict[str, Any], str]:
+    found = FRONT.match(card)
+    if not found:
+        return {}, card
+    front = yaml.safe_load(found[1])
+    if not isinstance(front, dict):
+        raise ValueError(f"{CARD} of the policy: its front matter is {type(front).__name__}, expected key: value lines")
+    return front, card[found.end() :]
+
+
+def _section(made: Mapping[str, Any]) -> str:
+    config, data = made["config"], made["data"]
+    sft, text = config["sft"], config["data"]
+    tasks = ", ".join(task["name"] for task in text["tasks"])
+    source = f"sequences of {Path(text['path']).name}" if text["path"] else f"responses to prompts of {tasks}"
+    sampler = "sampled by this policy" if data["sampled_by_policy"] else "given, not sampled by this policy"
+    warmup = made["loss_warmup"]
+    loss = f"`{made['loss']}`" + (
+        f", after `{warmup}` for the first {config['loss']['warmup_share']:.0%} of the steps" if warmup else ""
+    )
+    lines = [
+        "## MTP heads for speculative decoding",
+        "",
+        f"Trained by bebop {made['versions'].get('bebop', '')}".rstrip()
+        + " on the frozen policy; every other tensor is "
+        "the policy's own, byte for byte.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| heads before | {made['heads_from']} |",
+        f"| depth | {made['mtp_depth']} |",
+        f"| loss | {loss} |",
+        f"| steps | {made['steps']}, learning rate {sft['lr']:g} {sft['lr_schedule']}, "
+        f"{sft['batch_tokens'] * sft['grad_accum'] * sft['num_processes']} tokens a step at most |",
+        f"| text | {data['num_train']} {source}, {sampler} |",
+        f"| temperature | {made['temperature']:g}, of the text, the loss and the scores |",
+        f"| target entropy | {made['entropy_nats']:.3f} nats; sequences from {made['entropy_range'][0]:.3f} to "
+        f"{made['entropy_range'][1]:.3f} |",
+        f"| seed | {made['seed']} |",
+        "",
+        f"Scored on {data['num_heldout']} held-out sequences at T = {made['temperature']:g}. α is the overlap "
+        "sum min(p, q) at each depth for itself; the acceptance length is in tokens per target forward, exact for text "
+        "that the policy sampled, under the rule that its column names.",
+        "",
+        _table(made),
+        "",
+    ]
+    if not data["sampled_by_policy"]:
+        lines += ["The held-out text was given and not sampled by the policy: acceptance lengths are biased on it.", ""]
+    return "\n".join(lines)
+
+
+def _table(made: Mapping[str, Any]) -> str:
+    depths = range(made["mtp_depth"])
+    head = ["task", *(f"α depth {j + 1}" for j in depths), "rejection sampling", "target-only", "positions"]
+    tasks = made["tasks"]
+    rows = [*sorted(tasks.items()), *([("all", made["all_tasks"])] if len(tasks) > 1 else [])]
+    lines = [head, ["---"] * len(head)]
+    for name, scored in rows:
+        error = scored["acceptance_length_se"]
+        lines.append(
+            [
+                name,
+                *(f"{alpha:.3f}" for alpha in scored["alpha"]),
+                f"{scored['acceptance_length']:.3f} ± {error:.3f}",
+                f"{scored['acceptance_length_target_only']:.3f}",
+                str(scored["num_anchors"]),
+            ]
+        )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
