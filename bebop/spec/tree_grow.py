@@ -280,7 +280,9 @@ def _highest(logits: Tensor, num: int) -> Tensor:
         logits = torch.nn.functional.pad(logits, (0, -logits.shape[-1] % _CHUNK), value=-torch.inf)
     largest = logits.unflatten(-1, (-1, _CHUNK)).amax(-1)
     chunks = _first(_keys(largest, torch.arange(largest.shape[-1], device=logits.device)), num)
-    ids = (chunks.unsqueeze(-1) * _CHUNK + torch.arange(_CHUNK, device=logits.device)).flatten(-2)
+    within = torch.arange(_CHUNK, device=logits.device).unsqueeze(-1)
+    # a chunk's ids apart: topk takes three times as long over values that fall by blocks
+    ids = (chunks.unsqueeze(-2) * _CHUNK + within).flatten(-2)
     return _first(_keys(logits.gather(-1, ids), ids), num)
 
 
