@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bebop.backbone import load_backbone, random_checkpoint
+from bebop.data import anchor_labels, anchors, pack, target_index
+from bebop.losses import head_loss
 from bebop.mtp import (
     ReusedHead,
     checkpoint_checksums,
@@ -151,6 +154,34 @@ def test_packed_documents_stay_apart_in_every_backbone(policy):
     for start, end in zip(CU[:-1].tolist(), CU[1:].tolist(), strict=True):
         alone = backbone.model.model(input_ids=IDS[None, start:end], use_cache=False).last_hidden_state[0]
         torch.testing.assert_close(together[start:end], alone, atol=1e-5, rtol=1e-4)
+
+
+def test_training_lowers_the_loss_moves_the_head_alone_and_survives_the_way_out_and_in(policy, tmp_path):
+    head, backbone = load_heads(policy), load_backbone(policy, dtype=torch.float32)
+    (batch,) = pack([(IDS[a:b].tolist(), [1] * (b - a)) for a, b in itertools.pairwise(CU.tolist())], 64)
+    hidden, at = backbone.hidden(IDS, POSITIONS, CU), anchors(batch, 2)
+    index, labels = target_index(at, 2), anchor_labels(batch, at, 2)
+    trunk = dict(backbone.model.state_dict())
+    before = checksum(trunk)
+
+    def loss(of):
+        rows = draft_hidden(of, hidden, backbone.embed_weight, IDS, CU, POSITIONS, 2, anchors=at)
+        return head_loss("e2e_tv", rows, hidden, backbone.lm_head_weight, index, labels)[0]
+
+    learning = {name: p for name, p in head.named_parameters() if p.requires_grad}
+    fixed = {name: p.clone() for name, p in head.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW(learning.values(), lr=3e-3)
+    start = loss(head).item()
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss(head).backward()
+        optimizer.step()
+    end = loss(head).item()
+    assert end < start - 0.01
+    assert checksum(trunk) == before and all(torch.equal(head.get_parameter(n), p) for n, p in fixed.items())
+    heads = head_tensors(policy, {name: p.detach() for name, p in head.named_parameters()}, torch.float32)
+    read = load_heads(write_checkpoint(policy, tmp_path / "out", heads, {}))
+    assert loss(read).item() == pytest.approx(end, abs=1e-6)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
