@@ -106,6 +106,15 @@ def test_filters_hold_for_draft_and_target_alike_at_every_position(start, polici
     assert p_value(engine, wanted, 0.9, 4000, extra=filters) > 1e-3
 
 
+@pytest.mark.parametrize("kind", [CHAIN, OTHERS["block"], RHEO], ids=["chain", "block", "rheo"])
+def test_drafts_are_filtered_too_not_only_verified_so(start, kind):
+    """With top_k = 1 draft and target are point masses: what is accepted is what temperature 0 accepts."""
+    engine = start(kind | ({"tree_leads": 0} if "tree" in kind else {}))
+    greedy = engine.generate(PROMPTS, Sampling(temperature=0.0, max_tokens=40, ignore_eos=True))
+    narrow = engine.generate(PROMPTS, Sampling(temperature=1.0, top_k=1, max_tokens=40, ignore_eos=True))
+    assert [(r.token_ids, r.counts) for r in greedy] == [(r.token_ids, r.counts) for r in narrow]
+
+
 @pytest.mark.parametrize("kind", EVERY.values(), ids=EVERY)
 def test_greedy_text_is_the_policys_by_every_rule_and_tree(start, policies, kind):
     model = exact.load_policy(policies[0])
@@ -305,20 +314,24 @@ def test_a_nan_in_one_requests_rows_is_its_error_alone_with_request_and_row_name
     engine = start(RHEO)
     embedding = engine._policy.embedding
     embedding[7] = torch.nan  # token 7 alone
+    long = (1, 2, 3) * 20
 
     async def both():
-        good = engine.agenerate((1, 2, 3), Sampling(max_tokens=1, ignore_eos=True), "good")
-        bad = engine.agenerate((1, 7, 3), Sampling(max_tokens=9, ignore_eos=True), "bad")
+        engine.pause("keep")  # so that they are admitted together, the longer one first
+        good = asyncio.ensure_future(engine.agenerate(long, Sampling(temperature=0.0, max_tokens=2, ignore_eos=True), "good"))
+        bad = asyncio.ensure_future(engine.agenerate((1, 7) * 15, Sampling(max_tokens=9, ignore_eos=True), "bad"))
+        await asyncio.sleep(0.02)
+        engine.resume()
         return await asyncio.gather(good, bad, return_exceptions=True)
 
     good, bad = asyncio.run(both())
     assert good.finish_reason == "length"
     assert isinstance(bad, EngineError)
-    assert "request bad: target row 0, behind position 2, is NaN" in str(bad)
+    assert "request bad: target row 0, behind position 29, is NaN" in str(bad)
     embedding[7] = load_file(policies[0] / "model.safetensors")["model.embed_tokens.weight"][7]
-    # the slot that held NaN serves again
-    rollout = engine.generate([(1, 7, 3)], Sampling(max_tokens=20, ignore_eos=True))[0]
-    assert np.abs(np.array(rollout.logprobs) - exact_logprobs(policies[0], rollout, 1.0)).max() < 1e-5
+    # the slot that held NaN serves again, beside a longer text, for which its masked columns are read
+    for rollout in engine.generate([long, (1, 7, 3)], Sampling(max_tokens=20, ignore_eos=True)):
+        assert np.abs(np.array(rollout.logprobs) - exact_logprobs(policies[0], rollout, 1.0)).max() < 1e-5
 
 
 def test_a_cancelled_request_leaves_and_the_others_go_on(start):
