@@ -318,7 +318,9 @@ def test_a_nan_in_one_requests_rows_is_its_error_alone_with_request_and_row_name
 
     async def both():
         engine.pause("keep")  # so that they are admitted together, the longer one first
-        good = asyncio.ensure_future(engine.agenerate(long, Sampling(temperature=0.0, max_tokens=2, ignore_eos=True), "good"))
+        good = asyncio.ensure_future(
+            engine.agenerate(long, Sampling(temperature=0.0, max_tokens=2, ignore_eos=True), "good")
+        )
         bad = asyncio.ensure_future(engine.agenerate((1, 7) * 15, Sampling(max_tokens=9, ignore_eos=True), "bad"))
         await asyncio.sleep(0.02)
         engine.resume()
