@@ -17,8 +17,14 @@ import pytest
 import torch
 
 from bebop.backbone import load_backbone, random_checkpoint
+from bebop.config import Data, Loss, Model, RolloutSection, Sft, SftConfig, Task
 from bebop.data import pack
+from bebop.data.distill import read_rows
+from bebop.engines import make_engine
 from bebop.mtp import draft_hidden, load_heads
+from bebop.mtp.checkpoint import Tensors
+from bebop.records import Sampling
+from bebop.sft import run
 
 DEPTH = 3
 MODEL_TYPES = ("qwen3_5_text", "qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text")
@@ -68,3 +74,32 @@ def test_training_drafts_equal_the_engines_in_every_family(folder, model_type):
     assert len(records) > 30
     assert any(r["anchor"] == 0 for r in records), "no anchor at position 0, where some families mask the embedding"
     assert (worst < 1e-4).all()
+
+
+@pytest.mark.e2e
+def test_heads_trained_for_a_qwen3_5_policy_without_any_are_served_and_accepted_as_scored(tmp_path, monkeypatch):
+    """Self-distilled text, fresh heads from the last layer, the directory into vLLM as it is, by bebop's own stages."""
+    monkeypatch.setenv("BEBOP_HOME", str(tmp_path / "home"))
+    policy = random_checkpoint(tmp_path / "policy", model_type="qwen3_5_text", linear_layers=False, mtp=False)
+    rollout = RolloutSection(max_model_len=256, kv_cache_gib=0.5)
+    config = SftConfig(
+        model=Model(name="hf", path=policy),
+        data=Data(tasks=[Task(name="chain_sum")], num_prompts=96, num_heldout=64, max_response_tokens=48),
+        loss=Loss(),
+        sft=Sft(steps=30, eval_every=30, save_every=30, batch_tokens=2048, lr=3e-3),
+        rollout=rollout,
+    )
+    result = run(config, tmp_path / "run")
+    before, after = Tensors(policy), Tensors(result.checkpoint)
+    assert {name for name in after if name not in before} == {n for n in after if n.startswith("mtp.")} != set()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    (text,) = (tmp_path / "home" / "text").iterdir()
+    prompts = [row.prompt_ids for row in read_rows(text / "heldout.parquet")] * 2
+    with make_engine(rollout, result.checkpoint, seed=5) as engine:
+        rollouts = engine.generate(prompts, Sampling(max_tokens=48))
+    drafts = sum(r.counts.num_drafts for r in rollouts)
+    scored = result.summary["acceptance_length"]
+    sampled = 1 + sum(sum(r.counts.accepted_per_depth) for r in rollouts) / drafts
+    print(f"AL scored {scored:.3f}, sampled {sampled:.3f} over {drafts} drafts")
+    assert drafts > 1000 and scored > result.summary["acceptance_length_before"]
+    assert abs(sampled - scored) < 0.12
