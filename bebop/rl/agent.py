@@ -74,7 +74,9 @@ def joined_fields(segments: Sequence[TokenOutput]) -> dict[str, Any]:
     counted = [segment.extra_fields for segment in segments if SUMMED[0] in segment.extra_fields]
     depth = max((len(fields[PER_DEPTH]) for fields in counted), default=0)
     fields: dict[str, Any] = {name: sum(int(fields[name]) for fields in counted) for name in SUMMED}
-    fields[PER_DEPTH] = [sum(fields[PER_DEPTH][j] for fields in counted) for j in range(depth)]
+    # a segment that was cut before its first draft counts no depth at all
+    columns = [[*fields[PER_DEPTH], *[0] * (depth - len(fields[PER_DEPTH]))] for fields in counted]
+    fields[PER_DEPTH] = [sum(column) for column in zip(*columns, strict=True)]
     fields[SEGMENTS] = [[len(segment.token_ids), segment.extra_fields.get("global_steps")] for segment in segments]
     return fields
 

@@ -110,6 +110,8 @@ def test_counts_of_a_response_in_segments_are_summed():
     assert joined["spec_num_accepted_tokens"] == 6 and joined["spec_accepted_per_depth"] == [3, 2, 1]
     assert joined["segments"] == [[2, 0], [4, 1], [3, 1]]  # what sampled the first two tokens stays version 0
     assert joined_fields([segment(2, 0, None)])["spec_num_verify_steps"] == 0
+    before_its_first_draft = joined_fields([segment(1, 0, []), segment(3, 1, [1, 1, 1])])
+    assert before_its_first_draft["spec_accepted_per_depth"] == [1, 1, 1]
 
 
 class Queue:
