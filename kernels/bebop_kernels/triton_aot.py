@@ -1,6 +1,6 @@
 """Every Triton kernel that ships, compiled for GPUs that need not be here, with registers and spills as the tools tell.
 
-python -m bebop_kernels.triton_aot        # a table for sm_90 (H100, H200) and gfx942 (MI300)
+python -m bebop_kernels.triton_aot [fp32 bf16 fp16]     # a table for sm_90 (H100, H200) and gfx942 (MI300)
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,5 +99,6 @@ def _amd(assembly: str) -> Resources:
 
 
 if __name__ == "__main__":
-    for name, variant in itertools.product(TARGETS, variants()):
-        print(name, variant, *compile_for(name, variant))
+    for name, variant in itertools.product(TARGETS, variants(tuple(sys.argv[1:]) or LOGITS)):
+        resources = compile_for(name, variant)
+        print(name, variant, "registers", resources.registers, "spilled", resources.spilled_bytes, flush=True)

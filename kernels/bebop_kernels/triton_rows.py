@@ -11,7 +11,7 @@
 A log-probability (base 2, so that exp2 needs no product) is `fma(z - max z, log2(e) / T, -log2 Z)`. Maximum and log-sum
 stay apart: z - max z is exact where the comparison q > p is close, while max z + log Z would round to the size of z and
 turn signs by the dozen under a common shift of 1000. The fused product is spelled out, so that forward and backward
-compare the same bits. Row offsets are int64. Where rows are few, a row is split over programs and its parts are merged
+compare the same bits; probabilities are exp2 of the distance times 1 / Z. Row offsets are int64. Where rows are few, a row is split over programs and its parts are merged
 in their order.
 """
 
@@ -69,16 +69,19 @@ def _load(pointer, columns, vocab_size):
 
 
 @triton.jit
-def _peak_and_log_sum(sums, row, stride):
-    """Safe maximum, and log2 of the sum (0 for a row of -inf)."""
+def _normaliser(sums, row, stride):
+    """Safe maximum, log2 of the sum and one over the sum (0 and 1 for a row of -inf)."""
     pointer = sums + row * stride
     total = tl.load(pointer + 1)
-    return _safe(tl.load(pointer)), tl.log2(tl.where(total == 0, 1.0, total))
+    total = tl.where(total == 0, 1.0, total)
+    return _safe(tl.load(pointer)), tl.log2(total), 1.0 / total
 
 
 @triton.jit
-def _log2_prob(logits, peak, log_sum, scale):
-    return tl.fma(logits - peak, scale, -log_sum)
+def _log2_and_prob(logits, peak, log_sum, inverse_sum, scale):
+    """The logarithm, for comparing, and the probability, not made from it: a rounded log-sum would be in every one."""
+    distance = logits - peak
+    return tl.fma(distance, scale, -log_sum), tl.exp2(distance * scale) * inverse_sum
 
 
 @triton.jit
@@ -166,18 +169,18 @@ def row_overlap(
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     target_row = tl.load(index + row) if INDEXED else row
-    peak_q, log_q = _peak_and_log_sum(draft_sums, row, draft_sums_stride)
-    peak_p, log_p = _peak_and_log_sum(target_sums, target_row, target_sums_stride)
+    peak_q, log_q, inverse_q = _normaliser(draft_sums, row, draft_sums_stride)
+    peak_p, log_p, inverse_p = _normaliser(target_sums, target_row, target_sums_stride)
     draft += row * draft_stride
     target += target_row * target_stride
     overlap = tl.zeros([COLUMNS], tl.float32)
     over_mass = tl.zeros([COLUMNS], tl.float32)
     for start in range(split * span, tl.minimum(split * span + span, vocab_size), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        q = _log2_prob(_load(draft, columns, vocab_size), peak_q, log_q, scale)
-        p = _log2_prob(_load(target, columns, vocab_size), peak_p, log_p, scale)
-        overlap += tl.exp2(tl.minimum(q, p))
-        over_mass += tl.where(q > p, tl.exp2(q), 0.0)
+        q, prob_q = _log2_and_prob(_load(draft, columns, vocab_size), peak_q, log_q, inverse_q, scale)
+        p, prob_p = _log2_and_prob(_load(target, columns, vocab_size), peak_p, log_p, inverse_p, scale)
+        overlap += tl.minimum(prob_q, prob_p)
+        over_mass += tl.where(q > p, prob_q, 0.0)
     out += (split * tl.num_programs(0).to(tl.int64) + row) * 2
     tl.store(out, tl.sum(overlap, 0))
     tl.store(out + 1, tl.sum(over_mass, 0))
@@ -212,8 +215,8 @@ def row_gradient(
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     target_row = tl.load(index + row) if INDEXED else row
-    peak_q, log_q = _peak_and_log_sum(draft_sums, row, draft_sums_stride)
-    peak_p, log_p = _peak_and_log_sum(target_sums, target_row, target_sums_stride)
+    peak_q, log_q, inverse_q = _normaliser(draft_sums, row, draft_sums_stride)
+    peak_p, log_p, inverse_p = _normaliser(target_sums, target_row, target_sums_stride)
     over = tl.load(over_mass + row * over_mass_stride)
     factor = out_scale
     if SCALED:
@@ -223,9 +226,9 @@ def row_gradient(
     out += row * out_stride
     for start in range(split * span, tl.minimum(split * span + span, vocab_size), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        q = _log2_prob(_load(draft, columns, vocab_size), peak_q, log_q, scale)
-        p = _log2_prob(_load(target, columns, vocab_size), peak_p, log_p, scale)
-        gradient = tl.exp2(q) * tl.where(q > p, over - 1.0, over) * factor
+        q, prob_q = _log2_and_prob(_load(draft, columns, vocab_size), peak_q, log_q, inverse_q, scale)
+        p, _ = _log2_and_prob(_load(target, columns, vocab_size), peak_p, log_p, inverse_p, scale)
+        gradient = prob_q * tl.where(q > p, over - 1.0, over) * factor
         tl.store(out + columns, gradient.to(out.dtype.element_ty), mask=columns < vocab_size)
 
 
@@ -247,8 +250,8 @@ def row_statistics(
     first column with the draft's maximum, or INT32_MAX. sums [rows, 4]. Grid (rows, splits)."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    peak_q, log_q = _peak_and_log_sum(sums, row, 4)
-    peak_p, log_p = _peak_and_log_sum(sums + 2, row, 4)
+    peak_q, log_q, inverse_q = _normaliser(sums, row, 4)
+    peak_p, log_p, inverse_p = _normaliser(sums + 2, row, 4)
     draft += row * draft_stride
     target += row * target_stride
     overlap = tl.zeros([COLUMNS], tl.float32)
@@ -259,9 +262,8 @@ def row_statistics(
     for start in range(split * span, tl.minimum(split * span + span, vocab_size), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         logits_q = _load(draft, columns, vocab_size)
-        q = _log2_prob(logits_q, peak_q, log_q, scale)
-        p = _log2_prob(_load(target, columns, vocab_size), peak_p, log_p, scale)
-        prob_q, prob_p = tl.exp2(q), tl.exp2(p)
+        q, prob_q = _log2_and_prob(logits_q, peak_q, log_q, inverse_q, scale)
+        p, prob_p = _log2_and_prob(_load(target, columns, vocab_size), peak_p, log_p, inverse_p, scale)
         overlap += tl.minimum(prob_q, prob_p)
         # Where a probability is 0 its term is 0, whatever the logarithm.
         entropy_p -= tl.where(prob_p > 0, prob_p * p, 0.0)

@@ -1,0 +1,84 @@
+"""How far an implementation is from a float64 oracle on the same rounded inputs, beside the reference's own distance.
+
+A token whose p and q are closer than arithmetic tells apart may fall on either side of q > p, which moves its gradient
+by q: such ties are taken out of the vocabulary (their logits set to -inf in both rows) and counted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bebop_kernels import naive
+from bebop_kernels.overlap import tv_overlap
+
+TIE_BAND = 1e-4  # in ln q - ln p; float32 logits of size 10 carry 1e-6
+
+
+class Errors(NamedTuple):
+    """Largest absolute errors over rows (and columns), S as the gradient of the tokens with q <= p carries it."""
+
+    alpha: float
+    over_mass: float
+    gradient: float
+
+
+class Verdict(NamedTuple):
+    own: Errors
+    reference: Errors
+    rounding: Errors  # what rounding a right result to its type costs, so that a lucky reference is no bar
+    ties: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether every error is at most twice the reference's, or within rounding."""
+        rows = zip(self.own, self.reference, self.rounding, strict=True)
+        return all(own <= max(2 * reference, rounding) for own, reference, rounding in rows)
+
+
+def logits_pair(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device, noise: float = 0.5):
+    """Draft and target logits [rows, V] without ties, and how many there were."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    target = torch.randn(rows, vocab_size, generator=generator) * 3
+    draft = target + noise * torch.randn(rows, vocab_size, generator=generator)
+    draft, target = draft.to(dtype), target.to(dtype)
+    ties = 0
+    # Without the ties the rest is normalised anew, and may hold new ones.
+    for _ in range(20):
+        distance = draft.double().log_softmax(-1) - target.double().log_softmax(-1)
+        near = (distance.abs() < TIE_BAND) & (draft > -torch.inf)
+        if not near.any():
+            break
+        ties += int(near.sum())
+        draft, target = draft.masked_fill(near, -torch.inf), target.masked_fill(near, -torch.inf)
+    return draft.to(device), target.to(device), ties
+
+
+def judge(
+    impl: str, rows: int, vocab_size: int, dtype: torch.dtype, device: str = "cpu", temperature: float = 1.0
+) -> Verdict:
+    draft, target, ties = logits_pair(rows, vocab_size, dtype, torch.device(device))
+    leaf = draft.double().requires_grad_()
+    alpha = naive.tv_overlap(leaf, target.double(), temperature=temperature)
+    alpha.sum().backward()
+    q = (draft.double() / temperature).softmax(-1)
+    under = q <= (target.double() / temperature).softmax(-1)
+    over_mass = (q * ~under).sum(-1)
+
+    def errors(name: str) -> Errors:
+        leaf_ = draft.clone().requires_grad_()
+        value = tv_overlap(leaf_, target, temperature=temperature, impl=name)
+        value.sum().backward()
+        grad = leaf_.grad.double()
+        carried = (grad * under).sum(-1) * temperature / (q * under).sum(-1)
+        return Errors(*(_worst(d) for d in (value.detach() - alpha, carried - over_mass, grad - leaf.grad)))
+
+    eps = torch.finfo(dtype).eps
+    rounding = Errors(4 * 2**-24, eps, eps * _worst(leaf.grad))
+    return Verdict(errors(impl), errors("reference"), rounding, ties)
+
+
+def _worst(difference: Tensor) -> float:
+    return float(difference.detach().abs().max())
