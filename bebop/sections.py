@@ -242,6 +242,11 @@ class RolloutSection(Section):
             raise ValueError(
                 f"rollout.tree={self.tree} with rollout.speculation={self.speculation}: set rollout.speculation=mtp"
             )
+        if self.rule != "rejection":
+            raise ValueError(
+                f"rollout.tree={self.tree} with rollout.rule={self.rule}: a tree brings its own rule; "
+                "set rollout.rule=rejection, or rollout.tree=none"
+            )
         if self.tree_leads != "auto" and not 0 <= self.tree_leads < self.tree_width:
             raise ValueError(
                 f"rollout.tree_leads={self.tree_leads}: expected auto or 0 to rollout.tree_width - 1 = "
@@ -250,11 +255,6 @@ class RolloutSection(Section):
         return self
 
     @property
-        if self.rule != "rejection":
-            raise ValueError(
-                f"rollout.tree={self.tree} with rollout.rule={self.rule}: a tree brings its own rule; "
-                "set rollout.rule=rejection, or rollout.tree=none"
-            )
     def draft_depth(self) -> int:
         """Draft tokens on the longest path that a target forward verifies; 0 without speculation."""
         if self.speculation == "none":
@@ -367,9 +367,25 @@ class TreeBench(Section):
     score_positions: int = Field(8, ge=0)
 
 
+class SpeculatorsBench(Section):
+    # optimizer steps of every training run, on both sides
+    steps: int = Field(160, ge=1)
+    # tokens per optimizer step
+    batch_tokens: int = Field(2048, ge=64)
+    # learning rates that each side tries
+    lrs: list[float] = Field(default_factory=lambda: [1e-3, 2e-3, 5e-3], min_length=1)
+    # vocabulary sizes at which a training step's memory is measured
+    memory_vocab_sizes: list[int] = Field(default_factory=lambda: [32768, 151936])
+    # anchors of that step
+    memory_anchors: int = Field(2048, ge=1)
+    # its width
+    memory_width: int = Field(256, ge=64, multiple_of=4)
+
+
 class Bench(Section):
-    # rollout: the engine with and without speculation, by batch size; kernels; tree: draft trees of the torch engine
-    suite: Literal["rollout", "kernels", "tree"] = "rollout"
+    # rollout: the engine with and without speculation, by batch size; kernels; tree: draft trees of the torch engine;
+    # speculators: heads and memory of training against speculators 0.9.0
+    suite: Literal["rollout", "kernels", "tree", "speculators"] = "rollout"
     # requests in flight
     batch_sizes: list[int] = Field(default_factory=lambda: [1, 8, 64])
     # repetitions, of which the median counts
@@ -378,9 +394,13 @@ class Bench(Section):
     kernels: KernelBench = KernelBench()
     # what to compare, for suite=tree
     tree: TreeBench = TreeBench()
+    # what to train and measure, for suite=speculators
+    speculators: SpeculatorsBench = SpeculatorsBench()
 
 
 class Doctor(Section):
+    # engine to check; of torch, chains and Rheo trees
+    engine: Literal["vllm", "torch"] = "vllm"
     # requests of the losslessness check, per temperature
     num_requests: int = Field(4000, ge=100)
     # temperatures it is run at
@@ -389,5 +409,12 @@ class Doctor(Section):
     min_p_value: float = Field(1e-3, gt=0, lt=1)
     # apply bebop's fixes to vLLM; false shows what they are for
     engine_fixes: bool = True
-    # engine to check; of torch, chains and Rheo trees
-    engine: Literal["vllm", "torch"] = "vllm"
+
+    @model_validator(mode="after")
+    def _fixes_are_for_vllm(self) -> Doctor:
+        if self.engine != "vllm" and not self.engine_fixes:
+            raise ValueError(
+                f"doctor.engine_fixes=false with doctor.engine={self.engine}: the fixes are vLLM's; "
+                "set doctor.engine=vllm"
+            )
+        return self

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bebop.config import BenchConfig
 
-SUITES = {"rollout": "bebop.bench.rollout", "kernels": "bebop.bench.kernels", "tree": "bebop.bench.tree"}
+SUITES = {
+    "rollout": "bebop.bench.rollout",
+    "kernels": "bebop.bench.kernels",
+    "tree": "bebop.bench.tree",
+    "speculators": "bebop.bench.speculators",
+}
 
 
 def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""A tiny trained policy of a family whose heads both sides train: Qwen3.5, dense, with gated delta net layers.
+
+Size and training are those of bebop's own tiny policy (`model.tiny`): worked solutions, then frozen.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bebop.backbone import prepare_policy
+from bebop.backbone.cache import cached
+from bebop.backbone.measure import measure
+from bebop.backbone.pretrain import init_weights, train_tiny
+from bebop.backbone.random_family import family_config
+from bebop.config import ConfigError, Model
+from bebop.data import make_prompts
+from bebop.data.tokenizer import load_tokenizer, write_tiny_tokenizer
+from bebop.mtp import claimed_layers, family_of, head_state, init_heads, write_checkpoint
+from bebop.mtp.checkpoint import read_config
+
+VERSION = 1  # raise when a change to the code makes other policies of the same config
+BOTH = ("qwen3_next", "qwen3_5")  # families that speculators 0.9.0 trains native heads of, and bebop too
+NUM_MEASURED = 64
+
+
+def shared_policy(model: Model, seed: int) -> Path:
+    """Directory of a policy with untrained heads. model.name=tiny makes one, hf takes `model.path` as it is.
+
+    Raises ConfigError where the family, or a policy without MTP tensors, is not one that both sides train.
+    """
+    if model.name == "tiny":
+        parts = {"version": VERSION, "seed": seed, "tiny": model.tiny.model_dump(mode="json"), "init": model.mtp_init}
+        return cached("tiny-qwen3_5", parts, lambda directory: _make(model, seed, directory))
+    policy = prepare_policy(model, seed)
+    config = read_config(policy)
+    if family_of(config, policy).name not in BOTH or not claimed_layers(config):
+        raise ConfigError(
+            f"model.path={policy}: expected a policy of {' or '.join(BOTH)} with native MTP tensors, which is what "
+            "speculators 0.9.0 trains; set model=tiny for a policy made here"
+        )
+    return policy
+
+
+def _make(model: Model, seed: int, directory: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tiny = model.tiny
+    vocab_size = write_tiny_tokenizer(directory)
+    tokenizer = load_tokenizer(directory)
+    config = family_config(
+        "qwen3_5_text",
+        vocab_size=vocab_size,
+        hidden_size=tiny.hidden_size,
+        num_layers=tiny.num_layers,
+        num_heads=tiny.num_heads,
+        intermediate_size=tiny.intermediate_size,
+        end_id=tokenizer.eos_token_id,
+        pad_id=tokenizer.pad_token_id,
+    )
+    network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    init_weights(network, seed)
+    training = train_tiny(network, tokenizer, tiny, seed)
+    prompts = make_prompts(tiny.tasks, NUM_MEASURED, seed, "eval", solutions=False)
+    skill = measure(network, tokenizer, prompts, temperature=1.0, seed=seed)
+    network.save_pretrained(directory)
+    provenance = {"made_by": "bebop.bench.speculators", "seed": seed, "training": training, "skill": skill}
+    heads = head_state(init_heads(directory, model.mtp_init, seed))
+    write_checkpoint(directory, directory, heads, provenance)
