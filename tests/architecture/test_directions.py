@@ -19,6 +19,8 @@ ADAPTERS = {
     "deepspeed": ("bebop/sft/deepspeed_adapter.py",),
     "wandb": ("bebop/monitor/wandb_adapter.py",),
     "triton": ("kernels/",),
+    "speculators": ("bebop/bench/speculators/",),
+    "numba": ("kernels/",),
 }
 
 
