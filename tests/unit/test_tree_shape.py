@@ -21,6 +21,7 @@ from bebop.spec import (
     verify_trees,
     warp,
 )
+from bebop.spec.tree import AUTO_LEADS_ABOVE
 
 
 class Draft:
@@ -117,7 +118,7 @@ def test_batched_trees_equal_trees_grown_alone_with_leads_by_each_requests_tempe
     spec, draft = TreeSpec("rheo", 4, 3, 12, "auto"), Draft(20, 3)
     together = grown(draft, spec, draws, temperature=temperatures)[0]
     for b in range(5):
-        leads = 1 if temperatures[b] > 0.3 else 0
+        leads = 1 if temperatures[b] > AUTO_LEADS_ABOVE else 0
         alone_draws = Streams(draws.seeds[b : b + 1], draws.positions[b : b + 1])
         alone = grown(draft, TreeSpec("rheo", 4, 3, 12, leads), alone_draws, temperature=float(temperatures[b]))[0]
         for name in ("tokens", "parents", "depths", "is_probe", "scores", "probe_probs"):
