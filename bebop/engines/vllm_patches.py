@@ -8,6 +8,7 @@
 | seeded_drafts | any   | drafts come from the engine's random stream: a request's seed does not fix its tokens      |
 | head_rotary   | CPU   | queries of DeepSeek's attention are turned wrongly: the policy served is not the one given |
 | text_only     | any   | Qwen3.5 without eyes does not load without torchvision, for a function of its images       |
+| cpu_draws     | CPU   | every draw takes a random number per token of the vocabulary: most of a large batch   |
 | draft_lengths | any   | draft lengths by batch size are fixed at the start: timing every k takes an engine each |
 
 vLLM is imported only inside functions: this module is read in every vLLM process, and by tests without it.
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 
-from bebop.engines import vllm_schedule
+from bebop.engines import vllm_draws, vllm_schedule
 
 logger = logging.getLogger("bebop.engines")
 
@@ -212,7 +213,8 @@ PATCHES = (
     Patch("expand_batch", True, lambda: on_cpu(), _apply_expand_batch),
     Patch("plain_weights", False, lambda: on_cpu() and os.environ.get(PLAIN_WEIGHTS_ENV) == "1", _apply_plain_weights),
     Patch("request_stats", False, lambda: True, _apply_request_stats),
-    Patch("seeded_drafts", False, lambda: True, _apply_seeded_drafts),
+    Patch("cpu_draws", False, lambda: on_cpu(), lambda: vllm_draws.apply(_replace)),
+    Patch("seeded_drafts", False, lambda: not on_cpu(), _apply_seeded_drafts),  # cpu_draws gives them theirs
     Patch("head_rotary", False, lambda: on_cpu(), _apply_head_rotary),
     Patch("draft_lengths", False, lambda: True, vllm_schedule.apply),
     Patch("text_only", False, lambda: importlib.util.find_spec("torchvision") is None, _apply_text_only),
