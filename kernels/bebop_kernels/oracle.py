@@ -28,7 +28,7 @@ class Errors(NamedTuple):
 class Verdict(NamedTuple):
     own: Errors
     reference: Errors
-    rounding: Errors  # what rounding a right result to its type costs, so that a lucky reference is no bar
+    rounding: Errors  # what a handful of roundings make of a right result: one lucky token of the reference is no bar
     ties: int
 
     @property
@@ -75,7 +75,8 @@ def judge(
         carried = (grad * under).sum(-1) * temperature / (q * under).sum(-1)
         return Errors(*(_worst(d) for d in (value.detach() - alpha, carried - over_mass, grad - leaf.grad)))
 
-    eps = torch.finfo(dtype).eps
+    # The largest gradient is one token's: shared normaliser, exponential, S, scale and output each round it once.
+    eps = max(torch.finfo(dtype).eps, 4 * 2**-23)
     rounding = Errors(4 * 2**-24, eps, eps * _worst(leaf.grad))
     return Verdict(errors(impl), errors("reference"), rounding, ties)
 

@@ -11,8 +11,9 @@
 A log-probability (base 2, so that exp2 needs no product) is `fma(z - max z, log2(e) / T, -log2 Z)`. Maximum and log-sum
 stay apart: z - max z is exact where the comparison q > p is close, while max z + log Z would round to the size of z and
 turn signs by the dozen under a common shift of 1000. The fused product is spelled out, so that forward and backward
-compare the same bits; probabilities are exp2 of the distance times 1 / Z. Row offsets are int64. Where rows are few, a row is split over programs and its parts are merged
-in their order.
+compare the same bits; probabilities are exp2 of the distance times 1 / Z, within |z - max z| / T units of 2^-24, which
+only small probabilities notice. Row offsets are int64. Where rows are few, a row is split over programs and its parts
+are merged in their order.
 """
 
 from __future__ import annotations
