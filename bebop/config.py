@@ -11,14 +11,13 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
+from bebop.bench_sections import Bench, KernelBench, SpeculatorsBench, TreeBench
 from bebop.sections import (
-    Bench,
     Data,
     Doctor,
     FilePath,
     Grpo,
     Impl,
-    KernelBench,
     Logger,
     Loss,
     LossName,
@@ -31,7 +30,6 @@ from bebop.sections import (
     Task,
     TinyModel,
     Trainer,
-    TreeBench,
     TreeName,
 )
 from bebop.wording import field_names, one_line
@@ -63,6 +61,7 @@ __all__ = [
     "Section",
     "Sft",
     "SftConfig",
+    "SpeculatorsBench",
     "Task",
     "TinyModel",
     "Trainer",
