@@ -167,24 +167,43 @@ def _causal_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     return dense_causal_backward(grad, q, k, v, out, lse)
 
 
+BLOCK = 512  # queries of one block of scores, where no flash kernel runs
+
+
 def dense_causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`_causal` on devices without a flash kernel whose log-sum-exp is documented: [B, H, L, L] scores at once."""
-    scores = _scores(q, k)
-    lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
+    """`_causal` on devices without a flash kernel whose log-sum-exp is documented: [B, H, BLOCK, L] scores at once."""
+    out, lse = torch.empty_like(v), q.new_empty(q.shape[:3], dtype=_statistic(q))
+    for start, end in _blocks(q):
+        scores = _scores(q, k, start, end)
+        lse[:, :, start:end] = scores.logsumexp(-1)
+        out[:, :, start:end] = (scores - lse[:, :, start:end, None]).exp_().to(v.dtype) @ v[:, :, :end]
+    return out, lse
 
 
 def dense_causal_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients on q, k, v. out and lse may be those of a longer softmax that these columns are a part of."""
-    weights = (_scores(q, k) - lse[..., None]).exp().to(q.dtype)
-    grad_scores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
-    return grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    delta = (grad * out).sum(-1, keepdim=True)
+    for start, end in _blocks(q):
+        rows, seen = slice(start, end), slice(0, end)
+        weights = (_scores(q, k, start, end) - lse[:, :, rows, None]).exp_().to(q.dtype)
+        grad_scores = grad[:, :, rows] @ v[:, :, seen].mT
+        grad_scores = grad_scores.sub_(delta[:, :, rows]).mul_(weights).mul_(q.shape[-1] ** -0.5)
+        grad_q[:, :, rows] = grad_scores @ k[:, :, seen]
+        grad_k[:, :, seen] += grad_scores.mT @ q[:, :, rows]
+        grad_v[:, :, seen] += weights.mT @ grad[:, :, rows]
+    return grad_q, grad_k, grad_v
 
 
-def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """[B, H, L, L] scaled, -inf above the diagonal, in the type of the statistics."""
+def _blocks(q: Tensor) -> list[tuple[int, int]]:
     length = q.shape[2]
-    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    return ((q @ k.mT).to(_statistic(q)) * q.shape[-1] ** -0.5).masked_fill(future, -torch.inf)
+    return [(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)]
+
+
+def _scores(q: Tensor, k: Tensor, start: int, end: int) -> Tensor:
+    """[B, H, end - start, end] scaled, -inf above the diagonal, in the type of the statistics."""
+    future = torch.ones(end - start, end, dtype=torch.bool, device=q.device).triu(start + 1)
+    scores = (q[:, :, start:end] @ k[:, :, :end].mT).to(_statistic(q))
+    return scores.mul_(q.shape[-1] ** -0.5).masked_fill_(future, -torch.inf)

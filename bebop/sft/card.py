@@ -72,9 +72,7 @@ def _section(made: Mapping[str, Any]) -> str:
     lines = [
         "## MTP heads for speculative decoding",
         "",
-        f"Trained by bebop {made['versions'].get('bebop', '')}".rstrip()
-        + " on the frozen policy; every other tensor is "
-        "the policy's own, byte for byte.",
+        "Trained by bebop on the frozen policy; every other tensor is the policy's own, byte for byte.",
         "",
         "| | |",
         "|---|---|",

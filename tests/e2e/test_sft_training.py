@@ -107,12 +107,27 @@ def _children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_two_processes_under_zero_3_train_like_one(config, whole, tmp_path):
-    """Two processes with one micro-batch each do what one process with two does, with partitioned parameters too."""
-    sft = SFT.model_copy(update={"grad_accum": 1, "num_processes": 2, "zero_stage": 3})
-    together = run(config.model_copy(update={"sft": sft}), tmp_path)
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_two_processes_under_zero_train_like_one(config, whole, zero_stage, tmp_path):
+    """Two processes with one micro-batch each do what one process with two does, with partitioned gradients, and
+    parameters too; from hidden states on disk, which one of them wrote."""
+    sft = SFT.model_copy(update={"grad_accum": 1, "num_processes": 2, "zero_stage": zero_stage})
+    data = config.data.model_copy(update={"cache_hidden": "disk"})
+    together = run(config.model_copy(update={"sft": sft, "data": data}), tmp_path)
     assert _curve(tmp_path) == pytest.approx(_curve(whole.checkpoint.parent), abs=1e-5)
     assert together.summary["acceptance_length"] == pytest.approx(whole.summary["acceptance_length"], abs=1e-4)
+
+
+def test_bfloat16_compute_and_checkpointed_mlps_train_float32_heads(config, whole, tmp_path):
+    sft = SFT.model_copy(update={"compute_dtype": "bfloat16", "activation_checkpointing": True, "zero_stage": 2})
+    low = run(config.model_copy(update={"sft": sft}), tmp_path)
+    assert _curve(tmp_path) == pytest.approx(_curve(whole.checkpoint.parent), abs=5e-3)
+    assert _curve(tmp_path) != _curve(whole.checkpoint.parent), "bfloat16 arithmetic leaves a trace"
+    heads = load_heads(low.checkpoint)
+    assert {p.dtype for p in heads.parameters()} == {torch.float32}
+    assert any((p != p.bfloat16().float()).any() for p in heads.parameters()), "the master weights are float32"
+    card = (low.checkpoint / "README.md").read_text()
+    assert "`e2e_tv`, after `kl` for the first 25% of the steps" in card and "| sums |" in card
 
 
 def test_a_finished_run_is_not_trained_again(config, whole):

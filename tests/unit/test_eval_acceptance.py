@@ -1,4 +1,4 @@
-"""Expected acceptance by every rule from one scoring pass, against exact enumeration and the sampling rules themselves."""
+"""Expected acceptance by every rule from one scoring pass, against enumeration and the sampling rules themselves."""
 
 import itertools
 

@@ -1,0 +1,96 @@
+"""The model card: what it says of the heads, and what it leaves of a policy's own card."""
+
+import pytest
+import yaml
+
+from bebop.config import Loss
+from bebop.sft.card import BEGIN, END, TAGS, merge, write_card
+from bebop.sft.schedule import loss_at, resolve_warmup
+
+SCORED = {
+    "alpha": [0.9, 0.8, 0.7],
+    "acceptance_length": 3.2,
+    "acceptance_length_se": 0.01,
+    "acceptance_length_target_only": 3.0,
+    "num_anchors": 500,
+}
+MADE = {
+    "config": {
+        "sft": {"lr": 2e-3, "lr_schedule": "cosine", "batch_tokens": 4096, "grad_accum": 1, "num_processes": 2},
+        "data": {"tasks": [{"name": "chain_sum"}, {"name": "open"}], "path": None},
+        "loss": {"warmup_share": 0.3},
+    },
+    "data": {"sampled_by_policy": True, "num_train": 768, "num_heldout": 64},
+    "loss": "e2e_tv",
+    "loss_warmup": "lk",
+    "heads_from": "fresh, last_layer",
+    "mtp_depth": 3,
+    "steps": 160,
+    "seed": 0,
+    "temperature": 0.7,
+    "entropy_nats": 0.05,
+    "entropy_range": [0.01, 0.2],
+    "tasks": {"chain_sum": SCORED, "open": {**SCORED, "acceptance_length": 2.1}},
+    "all_tasks": SCORED,
+}
+
+
+def _front(card):
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def test_a_card_says_what_trained_the_heads_and_how_good_they_are():
+    card = merge(None, MADE)
+    assert _front(card)["library_name"] == "transformers" and set(TAGS) <= set(_front(card)["tags"])
+    for said in (
+        "`e2e_tv`, after `lk` for the first 30% of the steps",
+        "768 responses to prompts of chain_sum, open, sampled by this policy",
+        "| temperature | 0.7,",
+        "| chain_sum | 0.900 | 0.800 | 0.700 | 3.200 ± 0.010 | 3.000 | 500 |",
+        "| open | 0.900 | 0.800 | 0.700 | 2.100 ± 0.010 |",
+        "rejection sampling | target-only",
+    ):
+        assert said in card, said
+    assert "biased" not in card
+
+
+def test_a_policys_own_card_stays_and_a_second_training_replaces_its_section():
+    own = "---\nlicense: apache-2.0\ntags: [math]\n---\n# Owl\n\nA policy.\n"
+    once = merge(own, MADE)
+    assert _front(once) == {
+        "license": "apache-2.0",
+        "tags": ["math", *TAGS],
+        "pipeline_tag": "text-generation",
+    }
+    assert "# Owl\n\nA policy.\n" in once
+    twice = merge(
+        once.replace("A policy.", "A policy.") + "\nAfterword.\n", {**MADE, "loss": "tv", "loss_warmup": None}
+    )
+    assert twice.count(BEGIN) == twice.count(END) == 1 and "`tv`" in twice and "`e2e_tv`" not in twice
+    assert "A policy." in twice and twice.endswith("\nAfterword.\n")
+    assert merge(twice, MADE).count("speculative-decoding\n") == 1
+
+
+def test_given_text_is_said_to_bias_the_length(tmp_path):
+    given = {**MADE, "data": {**MADE["data"], "sampled_by_policy": False}}
+    write_card(tmp_path, given)
+    assert "biased" in (tmp_path / "README.md").read_text()
+    assert [p.name for p in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_front_matter_that_is_no_mapping_is_an_error():
+    with pytest.raises(ValueError, match="front matter is list"):
+        merge("---\n- a\n---\n", MADE)
+
+
+@pytest.mark.parametrize(
+    ("name", "cold", "warmup"),
+    [("e2e_tv", True, "lk"), ("tv", True, "lk"), ("e2e_tv", False, None), ("hard_ce", True, None), ("kl", False, None)],
+)
+def test_tv_losses_warm_up_on_cold_heads_alone(name, cold, warmup):
+    loss = resolve_warmup(Loss(name=name), cold=cold)
+    assert loss.warmup == warmup
+    assert loss_at(0, 10, loss) == (warmup or name)
+    assert resolve_warmup(Loss(name=name, warmup="kl"), cold=cold).warmup == "kl"
+    with pytest.raises(ValueError, match=r"loss.warmup=auto"):
+        loss_at(0, 10, Loss(name=name))
