@@ -1,0 +1,274 @@
+"""The Triton kernels under its interpreter, forward and backward, against the reference and a float64 oracle.
+
+The interpreter must be chosen before triton is imported: test_kernels_triton runs this file in a process of its own,
+with TRITON_INTERPRET=1. So does `TRITON_INTERPRET=1 pytest tests/helpers/triton_interpreted.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import bebop_kernels as bk
+import pytest
+import torch
+from bebop_kernels import oracle
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
+def both(draft, target, temperature=1.0, scale=None):
+    """(alpha, gradient) of triton and of the reference."""
+    results = []
+    for impl in ("triton", "reference"):
+        leaf = draft.clone().requires_grad_()
+        alpha = bk.tv_overlap(leaf, target, temperature=temperature, impl=impl)
+        (alpha * (torch.arange(1.0, 1 + len(alpha)) if scale is None else scale)).sum().backward()
+        results.append((alpha.detach(), leaf.grad))
+    return results
+
+
+def assert_equal(draft, target, temperature=1.0, atol=1e-6, scale=None):
+    (alpha, grad), (expected, expected_grad) = both(draft, target, temperature, scale)
+    torch.testing.assert_close(alpha, expected, atol=atol, rtol=1e-5)
+    assert grad.dtype == draft.dtype and grad.isfinite().all()
+    ulp = {torch.float32: 1e-5, torch.bfloat16: 1 / 128, torch.float16: 1 / 1024}[draft.dtype]
+    torch.testing.assert_close(grad.float(), expected_grad.float(), atol=atol, rtol=ulp)
+    return alpha, grad
+
+
+def pair(rows, vocab, dtype=torch.float32, noise=0.5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randn(rows, vocab, generator=generator) * 2
+    draft = target + noise * torch.randn(rows, vocab, generator=generator)
+    return draft.to(dtype), target.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows, vocab", [(1, 2), (11, 401), (2, 5001)])
+def test_overlap_and_its_gradient(rows, vocab, dtype):
+    assert_equal(*pair(rows, vocab, dtype), temperature=0.7)
+
+
+def test_draft_and_target_of_different_types():
+    draft, target = pair(3, 300)
+    assert_equal(draft.bfloat16(), target)
+    assert_equal(draft, target.half(), temperature=1.5)
+
+
+def test_equal_rows_have_a_gradient_of_exactly_zero():
+    for vocab in (300, 5001):
+        draft, _ = pair(2, vocab)
+        alpha, grad = assert_equal(draft, draft.clone())
+        assert (grad == 0).all()
+        torch.testing.assert_close(alpha, torch.ones(2))
+
+
+def test_a_common_shift_of_a_thousand_turns_no_sign():
+    draft, target = pair(4, 2000, noise=1e-3)
+    # Logits that a shift leaves exact: what remains is the kernel's own rounding.
+    draft, target = ((x * 2**10).round() / 2**10 for x in (draft, target))
+    grads = [both(draft + shift, target + shift)[0][1] for shift in (0.0, 1000.0, -1000.0)]
+    assert (grads[0] != 0).any()
+    for grad in grads[1:]:
+        torch.testing.assert_close(grad, grads[0], atol=0, rtol=0)
+
+
+class TestMinusInfinity:
+    def test_in_both_rows_one_row_and_a_whole_first_tile(self):
+        draft, target = pair(5, 6000, noise=0.15)
+        draft[0, 40:80] = target[0, 40:80] = -torch.inf
+        draft[1, 5000:] = -torch.inf
+        target[2, ::2] = -torch.inf
+        draft[3, :4096] = target[3, :4096] = -torch.inf
+        draft[4, :5999] = -torch.inf
+        alpha, grad = assert_equal(draft, target)
+        assert (grad[draft == -torch.inf] == 0).all()
+        assert alpha[3] > 0.9
+
+    def test_throughout_a_row_means_no_overlap_and_no_gradient(self):
+        draft, target = torch.zeros(3, 4), torch.zeros(3, 4)
+        draft[0] = target[1] = draft[2] = target[2] = -torch.inf
+        alpha, grad = assert_equal(draft, target)
+        assert (alpha == 0).all() and (grad == 0).all()
+
+    def test_in_statistics(self):
+        draft, target = pair(4, 500)
+        draft[0] = -torch.inf
+        target[1, 3:90] = -torch.inf
+        draft[2, 7] = -torch.inf
+        check_statistics(draft, target, 1.0)
+
+
+def check_statistics(draft, target, temperature):
+    tokens = torch.arange(len(draft)) % draft.shape[1]
+    fields = [
+        bk.tv_statistics(draft, target, tokens=tokens, temperature=temperature, impl=impl)
+        for impl in ("triton", "reference")
+    ]
+    for name, got, expected in zip(bk.TvStatistics._fields, *fields, strict=True):
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, vocab", [(5, 57), (2, 6001)])
+def test_statistics(rows, vocab, dtype):
+    check_statistics(*pair(rows, vocab, dtype), 0.6)
+
+
+def test_argmax_is_the_first_maximum_also_in_a_later_split():
+    draft, target = pair(1, 9001)
+    draft[0, 8000] = draft[0, 8500] = 50.0
+    got = bk.tv_statistics(draft, target, impl="triton").target_prob_of_draft_argmax
+    torch.testing.assert_close(got, target.softmax(-1)[:, 8000])
+    assert bk.tv_statistics(draft, target).target_logprob is None
+
+
+def linear_inputs(dtype=torch.float32, anchors=9, vocab=37, width=6, noise=0.3):
+    generator = torch.Generator().manual_seed(3)
+    target = torch.randn(anchors + 3, width, generator=generator)
+    index = torch.arange(1, 4)[:, None] + torch.arange(anchors)
+    draft = target[index] + noise * torch.randn(3, anchors, width, generator=generator)
+    weight = torch.randn(vocab, width, generator=generator)
+    return draft.to(dtype), target.to(dtype), weight.to(dtype), index
+
+
+@pytest.mark.parametrize("train_weight", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_form(monkeypatch, dtype, train_weight):
+    from bebop_kernels import triton_linear
+
+    monkeypatch.setattr(triton_linear, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(triton_linear, "MIN_CHUNK_ROWS", 4)  # three chunks, the last of one anchor
+    draft, target, weight, index = linear_inputs(dtype)
+    results = []
+    for impl in ("triton", "reference"):
+        d, w = draft.clone().requires_grad_(), weight.clone().requires_grad_(train_weight)
+        alpha = bk.linear_tv_overlap(d, target, w, index, temperature=0.7, impl=impl)
+        alpha.square().sum().backward()
+        results.append((alpha.detach(), d.grad, w.grad))
+    tolerance = {"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=1e-4)
+    for got, expected in zip(results[0][1:], results[1][1:], strict=True):
+        if expected is not None:
+            torch.testing.assert_close(got, expected, **tolerance)
+            assert got.dtype == dtype
+    assert (results[0][2] is None) is not train_weight
+
+
+def test_no_anchors_no_rows_and_a_batch_that_is_masked_throughout():
+    draft, target, weight, index = linear_inputs()
+    empty = draft[:, :0].clone().requires_grad_()
+    alpha = bk.linear_tv_overlap(empty, target, weight, index[:, :0], impl="triton")
+    alpha.sum().backward()
+    assert alpha.shape == (3, 0) and empty.grad.shape == empty.shape
+    rows = torch.zeros(0, 7, requires_grad=True)
+    bk.tv_overlap(rows, rows.detach(), impl="triton").sum().backward()
+    assert rows.grad.shape == (0, 7)
+    assert bk.tv_statistics(rows, rows, impl="triton").alpha.shape == (0,)
+    assert_equal(*pair(3, 50), scale=torch.zeros(3))
+
+
+def test_bfloat16_at_an_overlap_of_98_percent():
+    draft, target = pair(3, 4000, torch.bfloat16, noise=0.05)
+    alpha, _ = assert_equal(draft, target)
+    exact = draft.double().softmax(-1).minimum(target.double().softmax(-1)).sum(-1)
+    assert (exact > 0.97).all() and (exact < 0.99).all()
+    torch.testing.assert_close(alpha.double(), exact, atol=1e-6, rtol=0)
+
+
+def test_rows_beyond_element_two_to_the_31():
+    """A row stride of 2^30: the fourth row begins beyond a 32-bit offset. Untouched pages take no memory."""
+    import numpy as np
+
+    vocab, stride = 40, 2**30
+    held = [torch.from_numpy(np.zeros(3 * stride + vocab, np.float16)) for _ in range(2)]
+    draft, target = (x.as_strided((4, vocab), (stride, 1)) for x in held)
+    for view, values in zip((draft, target), pair(4, vocab, torch.float16), strict=True):
+        view.copy_(values)
+    assert 3 * stride > 2**31
+    leaf = draft.requires_grad_()
+    alpha = bk.tv_overlap(leaf, target, impl="triton")
+    (grad,) = torch.autograd.grad(alpha.sum(), leaf)
+    (_, _), (expected, expected_grad) = both(draft.detach().contiguous(), target.contiguous(), scale=torch.ones(4))
+    torch.testing.assert_close(alpha.detach(), expected)
+    torch.testing.assert_close(grad, expected_grad, atol=1e-4, rtol=1e-3)
+
+
+def test_row_offsets_are_computed_in_64_bits_in_every_kernel():
+    import ast
+    import inspect
+
+    from bebop_kernels import triton_rows
+
+    for name in ("row_sums", "row_overlap", "row_gradient", "row_statistics"):
+        tree = ast.parse(inspect.getsource(getattr(triton_rows, name).fn).split("\n", 1)[1])
+        assert "row = tl.program_id(0).to(tl.int64)" in ast.unparse(tree), name
+
+
+def test_the_grid_has_room_for_more_rows_than_16_bits(monkeypatch):
+    """Rows are the grid's first axis, which GPUs bound by 2^31; splits, few, are its second (2^16)."""
+    from bebop_kernels import triton_launch, triton_rows
+
+    class Recorder:
+        def __getitem__(self, grid):
+            self.grid = grid
+            return lambda *args, **kwargs: None
+
+    for name in ("row_sums", "row_overlap", "row_gradient"):
+        recorder = Recorder()
+        monkeypatch.setattr(triton_rows, name, recorder)
+        rows = torch.empty(1, 8).expand(70_000, 8)
+        sums = torch.ones(70_000, 4)
+        if name == "row_sums":
+            monkeypatch.setattr(triton_rows, "merge_sums", Recorder())
+            triton_launch.sums(rows, rows, 1.0, None)
+        elif name == "row_overlap":
+            triton_launch.overlap(rows, rows, None, sums, sums, 1.0, None)
+        else:
+            triton_launch.gradient(rows, rows, None, sums, sums, sums[:, 0], None, 1.0, rows)
+        assert recorder.grid == (70_000, 1)
+
+
+def test_every_column_belongs_to_exactly_one_split():
+    from bebop_kernels.triton_rows import num_splits, span_of, tile_for
+
+    cpu = torch.device("cpu")
+    for rows, vocab in itertools.product((1, 2, 3, 7, 100), (1, 5, 1000, 4096, 4097, 49152, 151936, 250880)):
+        splits, tile = num_splits(rows, vocab, cpu), tile_for(vocab)
+        span = span_of(vocab, splits)
+        assert span % tile.columns == 0
+        assert splits * span >= vocab > (splits - 1) * span
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_infinity_are_refused_by_name(value):
+    for place in (1, 4500):
+        good, bad = torch.zeros(2, 5000), torch.zeros(2, 5000)
+        bad[1, place] = value
+        for argument, arguments in (("draft_logits", (bad, good)), ("target_logits", (good, bad))):
+            for function in (bk.tv_overlap, bk.tv_statistics):
+                with pytest.raises(ValueError, match=rf"^{argument}: NaN or .inf in the logits of 1 rows"):
+                    function(*arguments, impl="triton")
+    draft, target, weight, index = linear_inputs()
+    for argument, tensor in (("draft_hidden", draft), ("target_hidden", target)):
+        kept = tensor.clone()
+        tensor[..., 0] = value
+        with pytest.raises(ValueError, match=rf"^{argument}: NaN"):
+            bk.linear_tv_overlap(draft, target, weight, index, impl="triton")
+        tensor.copy_(kept)
+    with pytest.raises(ValueError, match=r"^target_index: values 1..11, expected rows of target_hidden in \[0, 5\)"):
+        bk.linear_tv_overlap(draft, target[:5], weight, index, impl="triton")
+
+
+def test_float64_is_refused_with_the_ways_out():
+    rows = torch.zeros(1, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"^impl='triton': takes float32.*not float64; set impl=.*'reference'"):
+        bk.tv_overlap(rows, rows, impl="triton")
+
+
+@pytest.mark.parametrize("vocab", [5, 127, 129, 1000, 32000, 49152, 151936, 250880])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_error_against_float64_is_at_most_twice_the_references_own(vocab, dtype):
+    verdict = oracle.judge("triton", 3 if vocab < 40_000 else 1, vocab, dtype)
+    assert verdict.holds, verdict
+    assert verdict.ties < 0.01 * 3 * vocab + 2, verdict
