@@ -15,7 +15,7 @@ from bebop.monitor.plots import BLUE, GREEN, GREY, INK, RED, figure_of, legend_b
 
 RULES = {"rejection": RED, "block": BLUE, "target_only": GREEN}
 LENGTH = "expected acceptance length\n[tokens per target forward]"
-BINS = 12
+BINS, MIN_BIN = 12, 10  # of the curves; a bin of fewer positions is not drawn
 
 
 def write_figures(run_dir: Path, sweep: Mapping[float, Anchors], slopes: Mapping[float, EntropySlope]) -> list[str]:
@@ -35,10 +35,10 @@ def write_figures(run_dir: Path, sweep: Mapping[float, Anchors], slopes: Mapping
 
 @styled
 def over_entropy(anchors: Anchors, slope: EntropySlope, temperature: float) -> Figure:
-    """Mean acceptance length by twelfths of the entropy, and the line that is fitted to all positions."""
+    """Mean acceptance length by even bins of the entropy, and the line that is fitted to all positions."""
     h = anchors.entropy_nats.numpy()
     figure, (axes,) = figure_of(1)
-    _binned(axes, anchors, h, np.unique(np.quantile(h, np.linspace(0, 1, BINS + 1))))
+    _binned(axes, anchors, h, np.linspace(h.min(), h.max(), BINS + 1))
     if slope.status == "ok":
         grid = np.array([h.min(), h.max()])
         label = f"line, rejection: {slope.slope:+.3f} [{slope.low:+.3f}, {slope.high:+.3f}] per nat"
@@ -94,13 +94,14 @@ def over_temperature(sweep: Mapping[float, Anchors]) -> Figure:
 
 
 def _binned(axes, anchors: Anchors, x: np.ndarray, edges: Sequence[float]) -> None:
-    """Means of the acceptance length in bins of x, by rule, with 95 % bands over positions."""
+    """Means of the acceptance length in bins of x by rule, 95 % bands over positions; equal rules cover each other."""
     which = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, max(0, len(edges) - 2))
-    for rule, colour in RULES.items():
+    bins = [b for b in np.unique(which) if (which == b).sum() >= MIN_BIN]
+    for rule, colour in RULES.items() if bins else ():
         length, points = anchors.length(rule).numpy(), []
-        for b in np.unique(which):
+        for b in bins:
             inside = length[which == b]
-            error = inside.std(ddof=1) / len(inside) ** 0.5 if len(inside) > 1 else 0.0
+            error = inside.std(ddof=1) / len(inside) ** 0.5
             points.append((x[which == b].mean(), inside.mean(), 1.96 * error))
         centre, mean, half = np.array(points).T
         axes.fill_between(centre, mean - half, mean + half, color=colour, alpha=0.13, linewidth=0)

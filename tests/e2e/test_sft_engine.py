@@ -57,14 +57,34 @@ def test_sampled_acceptance_of_the_served_heads_equals_the_scored_one(heads, tmp
     found = summary["tasks"]["all"]
     counts, scored = found["counts"], found["scored"]
     assert counts["num_drafts"] > 1000
+    agreement = found["agreement"]
+    assert agreement["num_drafts"] == counts["num_drafts"] and agreement["agrees"], agreement
+    assert max(agreement["half_width_99"]) < 0.05 and not summary["alarms"]
     for depth in range(3):
-        share = scored["accepted"][depth]
         sampled = counts["accepted_per_depth"][depth] / counts["num_drafts"]
-        error = (share * (1 - share) / counts["num_drafts"]) ** 0.5 + scored["accepted_se"][depth]
-        assert abs(sampled - share) < 4 * error + 0.01, f"depth {depth + 1}: sampled {sampled}, scored {share}"
+        assert sampled == agreement["sampled"][depth]
+        assert scored["accepted_block"][depth] >= scored["accepted"][depth] - 1e-9
     assert result.summary["acceptance_length"] == pytest.approx(scored["acceptance_length"], abs=0.1)
     (record,) = read_records(tmp_path, "eval")
     assert record["tasks"]["all"]["counts"] == json.loads(json.dumps(counts))
     lines = (tmp_path / "eval.csv").read_text().splitlines()
-    assert lines[0].startswith("task,depth,num_drafts,num_accepted") and len(lines) == 4
+    assert lines[0].startswith("task,temperature,depth,num_drafts,num_accepted") and len(lines) == 4
     assert json.loads((tmp_path / "summary.json").read_text())["rule"] == "rejection"
+    assert all((tmp_path / figure).stat().st_size > 10_000 for figure in summary["figures"])
+
+
+def test_an_engine_with_other_heads_than_the_checkpoint_raises_the_alarm(heads, tiny_random, tmp_path, monkeypatch):
+    """The trained heads are scored; the engine (bebop's own, quick to start) drafts with the untrained ones."""
+    result, _ = heads
+    engine = evaluate.stage.make_engine
+    monkeypatch.setattr(evaluate.stage, "make_engine", lambda rollout, _, **rest: engine(rollout, tiny_random, **rest))
+    config = EvalConfig(
+        model=Model(name="hf", path=result.checkpoint),
+        data=DATA,
+        rollout=ROLLOUT.model_copy(update={"engine": "torch"}),
+        depth=3,
+        temperatures=[1.0, 0.7],
+    )
+    summary = evaluate.run(config, tmp_path)
+    assert [entry["temperature"] for entry in summary["by_temperature"]] == [1.0, 0.7]
+    assert len(summary["alarms"]) == 2 and "the engine serves other heads" in summary["alarms"][0]
