@@ -2,7 +2,7 @@
 
 exp((z - m) / T) is 2^(d L) with d = z - m and L = log2(e) / T in two float32 parts: n = round(d L), f = d L - n by
 fused multiply-adds, which round once, and a polynomial of degree 6 on [-1/2, 1/2]: within 2 units in the last place, at
-any temperature. Sums are float32 over a tile in many lanes, float64 over tiles.
+any temperature. Sums are float32 over a run in many lanes, float64 over runs.
 
 Every inner loop is elementwise, an integer maximum or a sum that may be reordered: LLVM makes vector code of it. All of
 it is in one file because numba's cache is told of changes by the file of the cached function alone.
@@ -18,6 +18,7 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 TILE = 2048  # elements; the tiles of one backward step fit the first-level cache
+RUN = 256  # elements summed in float32, a few to a lane; what is left of a row is summed in float64, lane or not
 
 _f32, _i32 = np.float32, np.int32
 _ROUND = _f32(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
@@ -137,11 +138,20 @@ def peak(row):
 
 
 @njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz"})
-def _sum(values):
-    total = _f32(0)
+def _sum_run(values, zero):
+    total = zero
     for j in range(len(values)):
         total += values[j]
     return total
+
+
+@njit(nogil=True, error_model="numpy")
+def _sum(values):
+    total = 0.0
+    whole = len(values) // RUN * RUN
+    for a in range(0, whole, RUN):
+        total += _sum_run(values[a : a + RUN], _f32(0))
+    return total + _sum_run(values[whole:], 0.0)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -165,29 +175,39 @@ def softmax_parts(row, maximum, high, low, out):
 
 @njit(nogil=True, error_model="numpy")
 def over(total):
-    """1 / total as float32; 0 of an empty row. NaN stays."""
-    return _f32(0) if total == 0.0 else _f32(1.0 / total)
+    """1 / total, 0 of an empty row; NaN stays."""
+    return 0.0 if total == 0.0 else 1.0 / total
 
 
 @njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz"})
-def _compare_tile(q, q_scale, p, p_scale):
-    overlap, mass = _f32(0), _f32(0)
+def _compare_run(q, q_scale, p, p_scale, zero):
+    under, above, lesser = zero, zero, zero
     for j in range(len(q)):
-        a, b = q[j] * q_scale, p[j] * p_scale
-        overlap += b if a > b else a
-        mass += a if a > b else _f32(0)
-    return overlap, mass
+        # a factor, for LLVM makes no vector code of a sum with a condition
+        is_over = _f32(q[j] * q_scale > p[j] * p_scale)
+        under += q[j] * (_f32(1) - is_over)
+        above += q[j] * is_over
+        lesser += p[j] * is_over
+    return under, above, lesser
 
 
 @njit(nogil=True, error_model="numpy")
-def compare(q, q_scale, p, p_scale):
-    """(sum min(q, p), sum of q where q > p) of exponentials and their scales."""
-    overlap, mass = 0.0, 0.0
-    for a in range(0, len(q), TILE):
-        x, y = _compare_tile(q[a : a + TILE], q_scale, p[a : a + TILE], p_scale)
-        overlap += x
-        mass += y
-    return overlap, mass
+def compare(q, q_inverse, p, p_inverse):
+    """(sum min(q, p), sum of q where q > p) of exponentials and their 1 / Z.
+
+    The sums are of exponentials, so that rounding 1 / Z for the comparison does not move them.
+    """
+    q_scale, p_scale = _f32(q_inverse), _f32(p_inverse)
+    under, above, lesser = 0.0, 0.0, 0.0
+    whole = len(q) // RUN * RUN
+    for a in range(0, whole, RUN):
+        x, y, z = _compare_run(q[a : a + RUN], q_scale, p[a : a + RUN], p_scale, _f32(0))
+        under += x
+        above += y
+        lesser += z
+    x, y, z = _compare_run(q[whole:], q_scale, p[whole:], p_scale, 0.0)
+    under, above, lesser = under + x, above + y, lesser + z
+    return under * q_inverse + lesser * p_inverse, above * q_inverse
 
 
 @njit(nogil=True, error_model="numpy")
@@ -232,10 +252,11 @@ def overlap(draft, target, high, low, alpha, saved):
     q, p = np.empty(width, _f32), np.empty(width, _f32)
     for n in range(draft.shape[0]):
         saved[n, 0] = peak(draft[n])[0]
-        saved[n, 2] = over(softmax_parts(draft[n], saved[n, 0], high, low, q))
+        q_inverse = over(softmax_parts(draft[n], saved[n, 0], high, low, q))
         saved[n, 1] = peak(target[n])[0]
-        saved[n, 3] = over(softmax_parts(target[n], saved[n, 1], high, low, p))
-        alpha[n], saved[n, 4] = compare(q, saved[n, 2], p, saved[n, 3])
+        p_inverse = over(softmax_parts(target[n], saved[n, 1], high, low, p))
+        saved[n, 2], saved[n, 3] = q_inverse, p_inverse
+        alpha[n], saved[n, 4] = compare(q, q_inverse, p, p_inverse)
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -278,9 +299,10 @@ def gradient(draft, target, high, low, saved, factor, out):
 def probabilities(logits, high, low, probs, stats):
     """probs [n, V] float32 and 1 / Z [n] of rows."""
     for n in range(logits.shape[0]):
-        stats[n] = over(softmax_parts(logits[n], peak(logits[n])[0], high, low, probs[n]))
+        scale = _f32(over(softmax_parts(logits[n], peak(logits[n])[0], high, low, probs[n])))
+        stats[n] = scale
         for j in range(probs.shape[1]):
-            probs[n, j] *= stats[n]
+            probs[n, j] *= scale
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -290,15 +312,21 @@ def linear_overlap(draft, probs, index, high, low, scale, want_grad, alpha, inve
     one = _f32(1)
     for n in range(draft.shape[0]):
         p = probs[index[n]]
-        inverse[n] = over(softmax_parts(draft[n], peak(draft[n])[0], high, low, q))
-        alpha[n], mass = compare(q, inverse[n], p, one)
+        q_inverse = over(softmax_parts(draft[n], peak(draft[n])[0], high, low, q))
+        inverse[n] = q_inverse
+        alpha[n], mass = compare(q, q_inverse, p, 1.0)
         if want_grad:
-            slope(q, inverse[n], p, one, _f32(mass), scale[n], draft[n])
+            slope(q, _f32(q_inverse), p, one, _f32(mass), scale[n], draft[n])
+
+
+@njit(nogil=True, error_model="numpy")
+def _logprob(logit, maximum, temperature, log_sum):
+    return -np.inf if logit == -np.inf else (logit - maximum) / temperature - log_sum
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
 def statistics(draft, target, tokens, high, low, temperature, fields):
-    """fields [9, n]: TvStatistics in its order, tokens [n] or [0], and 1 / Z of draft and target."""
+    """fields [n, 9]: TvStatistics in its order, tokens [n] or [0], and 1 / Z of draft and target."""
     width = draft.shape[1]
     q, p, scratch = np.empty(width, _f32), np.empty(width, _f32), np.empty(TILE, _f32)
     for n in range(draft.shape[0]):
@@ -308,24 +336,24 @@ def statistics(draft, target, tokens, high, low, temperature, fields):
         p_sum = softmax_parts(target[n], p_top, high, low, p)
         q_scale, p_scale = over(q_sum), over(p_sum)
         log_q, log_p = np.log(q_sum), np.log(p_sum)
-        fields[0, n] = min(compare(q, q_scale, p, p_scale)[0], 1.0)
-        fields[3, n] = p[chosen] * p_scale
+        fields[n, 0] = min(compare(q, q_scale, p, p_scale)[0], 1.0)
+        fields[n, 3] = p[chosen] * p_scale
         if p_scale > 0:
-            fields[1, n] = log_p - mean_shift(p, target[n], p_top, scratch) / p_sum / temperature
+            fields[n, 1] = log_p - mean_shift(p, target[n], p_top, scratch) / p_sum / temperature
         else:
-            fields[1, n] = 0.0
+            fields[n, 1] = 0.0
         if q_scale > 0:
-            fields[2, n] = log_q - mean_shift(q, draft[n], q_top, scratch) / q_sum / temperature
+            fields[n, 2] = log_q - mean_shift(q, draft[n], q_top, scratch) / q_sum / temperature
         else:
-            fields[2, n] = 0.0
+            fields[n, 2] = 0.0
         if p_scale == 0:
-            fields[4, n] = 0.0
+            fields[n, 4] = 0.0
         elif q_scale == 0:
-            fields[4, n] = np.inf
+            fields[n, 4] = np.inf
         else:
             cross = mean_difference(p, target[n], p_top, draft[n], q_top, scratch) / p_sum / temperature
-            fields[4, n] = max(cross - log_p + log_q, 0.0)
+            fields[n, 4] = max(cross - log_p + log_q, 0.0)
         if len(tokens):
-            fields[5, n] = (_load(target[n, tokens[n]]) - p_top) / temperature - log_p
-            fields[6, n] = (_load(draft[n, tokens[n]]) - q_top) / temperature - log_q
-        fields[7, n], fields[8, n] = q_scale, p_scale
+            fields[n, 5] = _logprob(_load(target[n, tokens[n]]), p_top, temperature, log_p)
+            fields[n, 6] = _logprob(_load(draft[n, tokens[n]]), q_top, temperature, log_q)
+        fields[n, 7], fields[n, 8] = q_scale, p_scale

@@ -18,15 +18,15 @@ def statistics(draft_logits: Tensor, target_logits: Tensor, tokens: Tensor | Non
 
     parts = cpu_loops.scale_parts(temperature)
     num_rows, width = draft_logits.shape
-    fields = torch.empty(9, num_rows)
+    fields = torch.empty(num_rows, 9)
 
     chosen = np.empty(0, np.int64) if tokens is None else tokens.contiguous().numpy()
 
     def work(block: slice) -> None:
         pair = rows_of(draft_logits[block]), rows_of(target_logits[block])
-        cpu_loops.statistics(*pair, chosen[block], *parts, temperature, fields[:, block].numpy())
+        cpu_loops.statistics(*pair, chosen[block], *parts, temperature, fields[block].numpy())
 
     in_blocks(num_rows, width, work)
-    check_sums("draft_logits", fields[7])
-    check_sums("target_logits", fields[8])
-    return list(fields[: 5 if tokens is None else 7])
+    check_sums("draft_logits", fields[:, 7])
+    check_sums("target_logits", fields[:, 8])
+    return list(fields.T[: 5 if tokens is None else 7])

@@ -1,0 +1,341 @@
+"""The compiled CPU kernels against the reference and a float64 oracle, at what breaks published kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import bebop_kernels as bk
+import pytest
+import torch
+from bebop_kernels import cpu_linear, cpu_threads, dispatch, naive, oracle
+
+CPU = torch.device("cpu")
+
+
+def pair(rows, vocab, dtype=torch.float32, noise=0.5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randn(rows, vocab, generator=generator) * 2
+    draft = target + noise * torch.randn(rows, vocab, generator=generator)
+    return draft.to(dtype), target.to(dtype)
+
+
+def alpha_and_grad(draft, target, impl="cpu", temperature=1.0):
+    leaf = draft.detach().requires_grad_()
+    alpha = bk.tv_overlap(leaf, target, temperature=temperature, impl=impl)
+    (alpha * torch.arange(1.0, 1 + len(alpha))).sum().backward()
+    return alpha.detach(), leaf.grad
+
+
+def assert_equal(draft, target, temperature=1.0):
+    alpha, grad = alpha_and_grad(draft, target, "cpu", temperature)
+    expected, expected_grad = alpha_and_grad(draft, target, "reference", temperature)
+    torch.testing.assert_close(alpha, expected, atol=1e-6, rtol=1e-5)
+    assert grad.dtype == draft.dtype and grad.isfinite().all()
+    ulp = {torch.float32: 1e-5, torch.bfloat16: 1 / 128, torch.float16: 1 / 1024}[draft.dtype]
+    torch.testing.assert_close(grad.float(), expected_grad.float(), atol=2e-6, rtol=ulp)
+    return alpha, grad
+
+
+def check_statistics(draft, target, temperature=1.0):
+    tokens = torch.arange(len(draft)) % draft.shape[1]
+    fields = [
+        bk.tv_statistics(draft, target, tokens=tokens, temperature=temperature, impl=impl)
+        for impl in ("cpu", "reference")
+    ]
+    for name, got, expected in zip(bk.TvStatistics._fields, *fields, strict=True):
+        torch.testing.assert_close(got, expected, atol=5e-6, rtol=5e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("vocab", [5, 127, 129, 1000, 32000, 49152, 151936, 250880])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_error_against_float64_is_at_most_twice_the_references_own(vocab, dtype):
+    verdict = oracle.judge("cpu", 41 if vocab < 2000 else 3, vocab, dtype)
+    assert verdict.holds, verdict
+    assert verdict.ties < 0.01 * 41 * vocab + 2, verdict
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.7])
+def test_error_holds_at_every_temperature(temperature):
+    verdict = oracle.judge("cpu", 41, 1271, torch.float32, temperature=temperature)
+    assert verdict.holds, verdict
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)])
+def test_draft_and_target_of_different_types(dtypes):
+    draft, target = pair(5, 401)
+    assert_equal(draft.to(dtypes[0]), target.to(dtypes[1]), 0.7)
+
+
+def test_rows_that_are_not_contiguous():
+    wide, other = pair(9, 2 * 300)
+    assert_equal(wide[:, ::2], other[:, 300:])
+    assert_equal(wide.T[:300].T[1:8], other[1:8, :300], 0.6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_rows_have_a_gradient_of_exactly_zero(dtype):
+    logits, _ = pair(50, 3331, dtype)
+    alpha, grad = alpha_and_grad(logits * 2, logits.clone() * 2, temperature=0.9)
+    torch.testing.assert_close(alpha, torch.ones(50))
+    assert (grad == 0).all()
+
+
+def test_a_common_shift_of_a_thousand_turns_no_sign():
+    draft, target = pair(20, 5000)
+    draft, target = (draft * 8).round() / 8, (target * 8).round() / 8  # the shifted numbers are exact
+    alpha, grad = alpha_and_grad(draft, target)
+    shifted_alpha, shifted_grad = alpha_and_grad(draft + 1000, target + 1000)
+    assert torch.equal(alpha, shifted_alpha) and torch.equal(grad, shifted_grad)
+
+
+class TestMinusInfinity:
+    def test_in_both_rows_one_row_and_a_whole_first_tile(self):
+        draft, target = pair(5, 6001, noise=0.15)
+        draft[0, 40:80] = target[0, 40:80] = -torch.inf
+        draft[1, 5000:] = -torch.inf
+        target[2, ::2] = -torch.inf
+        draft[3, :4096] = target[3, :4096] = -torch.inf
+        draft[4, :6000] = -torch.inf
+        alpha, grad = assert_equal(draft, target)
+        assert (grad[draft == -torch.inf] == 0).all()
+        assert alpha[3] > 0.9
+
+    def test_throughout_a_row_means_no_overlap_and_no_gradient(self):
+        draft, target = torch.zeros(3, 4), torch.zeros(3, 4)
+        draft[0] = target[1] = draft[2] = target[2] = -torch.inf
+        alpha, grad = assert_equal(draft, target)
+        assert (alpha == 0).all() and (grad == 0).all()
+
+    def test_in_statistics(self):
+        draft, target = pair(4, 500)
+        draft[0] = -torch.inf
+        target[1, 3:90] = -torch.inf
+        draft[2, 7] = -torch.inf
+        check_statistics(draft, target)
+
+
+def test_differences_beyond_the_range_of_the_exponential():
+    draft = torch.tensor([[0.0, -86.0, -88.0, -104.0, -1e4, -3e38, -torch.inf]])
+    assert_equal(draft, draft.flip(1), 0.5)
+    assert_equal(draft * 0.9, draft)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, vocab", [(23, 57), (3, 6001)])
+def test_statistics(rows, vocab, dtype):
+    check_statistics(*pair(rows, vocab, dtype), 0.6)
+
+
+def test_argmax_is_the_first_maximum():
+    draft, target = pair(3, 9000)
+    draft[:, [4100, 4700, 8999]] = draft.amax() + 1
+    chosen = bk.tv_statistics(draft, target, impl="cpu").target_prob_of_draft_argmax
+    torch.testing.assert_close(chosen, target.softmax(-1)[:, 4100])
+
+
+@pytest.mark.parametrize("train_weight", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_linear_form(monkeypatch, dtype, train_weight):
+    monkeypatch.setattr(cpu_linear, "CHUNK_ELEMENTS", 64)
+    monkeypatch.setattr(cpu_linear, "MIN_CHUNK_ROWS", 12)  # 4 anchors a chunk
+    generator = torch.Generator().manual_seed(3)
+    depths, anchors, width, vocab = 3, 9, 16, 371
+    target = torch.randn(anchors + depths, width, generator=generator)
+    index = torch.arange(1, depths + 1)[:, None] + torch.arange(anchors)
+    draft = target[index] + 0.3 * torch.randn(depths, anchors, width, generator=generator)
+    weight = torch.randn(vocab, width, generator=generator)
+    results = []
+    for impl in ("cpu", "reference"):
+        d, w = draft.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(train_weight)
+        alpha = bk.linear_tv_overlap(d, target.to(dtype), w, index, temperature=0.7, impl=impl)
+        (alpha * torch.arange(1.0, 1 + alpha.numel()).view_as(alpha)).sum().backward()
+        results.append((alpha.detach(), d.grad.float(), w.grad.float() if train_weight else torch.zeros(1)))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=2e-6, rtol=1e-5)
+    rtol = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 4e-3}[dtype]
+    for got, expected in zip(results[0][1:], results[1][1:], strict=True):
+        torch.testing.assert_close(got, expected, atol=rtol * float(expected.abs().max()), rtol=rtol)
+
+
+def test_no_rows_no_anchors_and_a_batch_that_is_masked_throughout():
+    alpha, grad = alpha_and_grad(torch.zeros(0, 7), torch.zeros(0, 7))
+    assert alpha.shape == (0,) and grad.shape == (0, 7)
+    assert all(f.shape == (0,) for f in bk.tv_statistics(torch.zeros(0, 7), torch.zeros(0, 7), impl="cpu")[:5])
+    hidden = torch.zeros(3, 0, 4, requires_grad=True)
+    index = torch.zeros(3, 0, dtype=torch.long)
+    alpha = bk.linear_tv_overlap(hidden, torch.zeros(2, 4), torch.zeros(11, 4), index, impl="cpu")
+    alpha.sum().backward()
+    assert alpha.shape == (3, 0) and hidden.grad.shape == hidden.shape
+    masked = torch.full((4, 9), -torch.inf)
+    alpha, grad = alpha_and_grad(masked, masked.clone())
+    assert (alpha == 0).all() and (grad == 0).all()
+
+
+def test_bfloat16_at_an_overlap_of_98_percent():
+    draft, target = pair(8, 30_000, torch.bfloat16, noise=0.06)
+    alpha, _ = assert_equal(draft, target)
+    assert (alpha > 0.97).all()
+
+
+def test_more_rows_than_a_16_bit_grid():
+    draft, target = pair(70_000, 5)
+    alpha, grad = alpha_and_grad(draft, target)
+    torch.testing.assert_close(alpha, naive.tv_overlap(draft, target), atol=1e-6, rtol=1e-5)
+    own = alpha_and_grad(draft[-3:], target[-3:])[1] / torch.arange(1.0, 4)[:, None]
+    torch.testing.assert_close(grad[-3:] / torch.arange(69_998.0, 70_001)[:, None], own)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_and_infinity_are_refused_by_name(value, dtype):
+    good, bad = torch.zeros(2, 3000, dtype=dtype), torch.zeros(2, 3000, dtype=dtype)
+    bad[1, 2500] = value
+    for argument, logits in (("draft_logits", (bad, good)), ("target_logits", (good, bad))):
+        for function in (bk.tv_overlap, bk.tv_statistics):
+            with pytest.raises(ValueError, match=rf"^{argument}: NaN or .inf in the logits of 1 rows"):
+                function(*logits, impl="cpu")
+    hidden = torch.zeros(2, 3, 4, dtype=dtype)
+    weight, index = torch.ones(11, 4, dtype=dtype), torch.zeros(2, 3, dtype=torch.long)
+    for argument in ("draft_hidden", "target_hidden"):
+        tensors = {"draft_hidden": hidden.clone(), "target_hidden": hidden[0].clone()}
+        tensors[argument].view(-1, 4)[0, 0] = value
+        with pytest.raises(ValueError, match=rf"^{argument}: NaN"):
+            bk.linear_tv_overlap(*tensors.values(), weight, index, impl="cpu")
+
+
+def test_float64_is_refused_with_the_way_out_and_auto_takes_the_reference():
+    logits = torch.zeros(2, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"impl='cpu': .*float64.*impl='reference'"):
+        bk.tv_overlap(logits, logits, impl="cpu")
+    for kernel in ("overlap", "linear", "statistics"):
+        assert dispatch.choose("auto", kernel, CPU, (torch.float64,)) == "reference"
+        assert dispatch.choose("auto", kernel, CPU, (torch.bfloat16,)) == "cpu"
+
+
+def test_without_numba_the_reason_names_it_and_auto_takes_the_reference():
+    code = (
+        "import sys; sys.modules['numba'] = None\n"
+        "import torch, bebop_kernels as bk\n"
+        "z = torch.zeros(2, 3)\n"
+        "assert (bk.tv_overlap(z, z) == 1).all()\n"
+        "bk.tv_overlap(z, z, impl='cpu')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ValueError: impl='cpu': needs numba" in done.stderr and "pip install numba" in done.stderr
+
+
+def test_results_are_the_same_bits_on_any_number_of_threads():
+    draft, target = pair(37, 9001)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append((*alpha_and_grad(draft, target), *bk.tv_statistics(draft, target, impl="cpu")[:5]))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_blocks_cover_every_row_once_on_the_threads_torch_has(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for rows in (0, 1, 2, 7, 100):
+        seen.clear()
+        cpu_threads.in_blocks(rows, 1 << 16, lambda block: seen.extend(range(block.start, block.stop)))
+        assert sorted(seen) == list(range(rows))
+
+
+def test_an_error_in_a_worker_reaches_the_caller(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+    def work(block):
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        cpu_threads.in_blocks(8, 1 << 19, work)
+
+
+def test_calls_from_many_threads_and_from_a_forked_child():
+    draft, target = pair(16, 9001)
+    expected = bk.tv_overlap(draft, target, impl="cpu")
+    with ThreadPoolExecutor(4) as pool:
+        for alpha in pool.map(lambda _: bk.tv_overlap(draft, target, impl="cpu"), range(16)):
+            assert torch.equal(alpha, expected)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(bk.tv_overlap(draft, target, impl="cpu"), expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_torch_compile_takes_the_whole_graph():
+    draft, target = pair(4, 100)
+    compiled = torch.compile(lambda d, t: bk.tv_overlap(d * 2, t * 2, impl="cpu"), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(draft, target), bk.tv_overlap(draft * 2, target * 2, impl="cpu"))
+
+
+def one_rank(rank: int, folder: str) -> None:
+    """One of three tensor-parallel ranks with its uneven shard, the last one's empty; two of them are a group too."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+    draft, target, weight, index = linear_inputs()
+    for group, edges in ((dist.group.WORLD, [0, 5, 37, 37]), (dist.new_group([0, 1]), [0, 30, 37])):
+        if rank + 2 > len(edges):
+            continue
+        shard = slice(edges[rank], edges[rank + 1])
+        settings = {"temperature": 0.9, "tp_group": group, "impl": "cpu"}
+        results = []
+        for train in (False, True):
+            hidden, mine = draft.clone().requires_grad_(), weight[shard].clone().requires_grad_(train)
+            alpha = bk.linear_tv_overlap(hidden, target, mine, index, **settings)
+            alpha.sum().backward()
+            results += [alpha.detach(), hidden.grad, mine.grad]
+        logits = (draft[0] @ weight.T)[:, shard].clone().requires_grad_()
+        flat = bk.tv_overlap(logits, (target[index[0]] @ weight.T)[:, shard], **settings)
+        flat.sum().backward()
+        torch.save([*results, flat.detach(), logits.grad], f"{folder}/{len(edges) - 1}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def linear_inputs():
+    generator = torch.Generator().manual_seed(3)
+    target = torch.randn(14, 6, generator=generator)
+    index = torch.arange(1, 4)[:, None] + torch.arange(10)
+    draft = target[index] + 0.4 * torch.randn(3, 10, 6, generator=generator)
+    return draft, target, torch.randn(37, 6, generator=generator), index
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    started = [subprocess.Popen([sys.executable, __file__, str(rank), str(folder)]) for rank in range(3)]
+    assert [process.wait(timeout=200) for process in started] == [0, 0, 0]
+    return folder
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_uneven_and_empty_vocabulary_shards_give_the_whole_result(ranks, world):
+    draft, target, weight, index = linear_inputs()
+    hidden, trained = draft.clone().requires_grad_(), weight.clone().requires_grad_()
+    alpha = bk.linear_tv_overlap(hidden, target, trained, index, temperature=0.9, impl="reference")
+    alpha.sum().backward()
+    close = {"atol": 2e-6, "rtol": 1e-5}
+    parts = [torch.load(ranks / f"{world}-{rank}.pt") for rank in range(world)]
+    for part in parts:
+        for got in (part[0], part[3]):
+            torch.testing.assert_close(got, alpha.detach(), **close)
+        for number in (1, 4):
+            torch.testing.assert_close(part[number], hidden.grad, **close)
+            assert torch.equal(part[number], parts[0][number])
+        torch.testing.assert_close(part[6], alpha[0].detach(), **close)
+    torch.testing.assert_close(torch.cat([part[5] for part in parts]), trained.grad, **close)
+    torch.testing.assert_close(torch.cat([part[7] for part in parts], 1) @ weight, hidden.grad[0], **close)
+
+
+if __name__ == "__main__":
+    one_rank(int(sys.argv[1]), sys.argv[2])
