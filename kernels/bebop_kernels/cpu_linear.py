@@ -10,17 +10,16 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bebop_kernels import cpu_overlap, cpu_threads
-from bebop_kernels.cpu_threads import in_blocks, rows_of
+from bebop_kernels.cpu_threads import fresh, in_blocks, rows_of
 from bebop_kernels.rows import check_range, check_sums
 from bebop_kernels.tensor_parallel import all_sum, gather
 
 unavailable = cpu_threads.unavailable
 # Elements of a chunk's draft logits, all depths: larger chunks read the weight less often.
-CHUNK_ELEMENTS = 1 << 24
+CHUNK_ELEMENTS = 1 << 25
 MIN_CHUNK_ROWS = 64
 
 
@@ -73,25 +72,46 @@ def _sweep(draft_hidden, target_hidden, weight, target_index, temperature, group
     depths, num_anchors, width = draft_hidden.shape
     widest = int(gather(torch.tensor([weight.shape[0]]), group).max())
     step = max(1, max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // max(widest, 1)) // max(depths, 1))
-    of_rows = _whole_rows if group is None else functools.partial(_shards, group=group)
+    scratch = Scratch()
+    of_rows = functools.partial(_whole_rows, scratch) if group is None else functools.partial(_shards, group=group)
     for a in range(0, num_anchors, step):
         anchors = slice(a, min(a + step, num_anchors))
         needed, index = target_index[:, anchors].unique(return_inverse=True)
-        target = F.linear(target_hidden[needed], weight)
+        target = scratch.product("target", target_hidden[needed], weight)
         hidden = draft_hidden[:, anchors].reshape(-1, width)
-        draft = F.linear(hidden, weight)
+        draft = scratch.product("draft", hidden, weight)
         factor = scale[:, anchors].reshape(-1)
         alpha, grad = of_rows(draft, target, index.reshape(-1), factor, temperature, want_grad)
         use(anchors, hidden, alpha.view(depths, -1), None if grad is None else grad.to(weight.dtype))
 
 
-def _whole_rows(draft: Tensor, target: Tensor, index: Tensor, factor: Tensor, temperature: float, want_grad: bool):
+class Scratch:
+    """Buffers that chunks share: fresh memory costs a page fault for every 4 KiB, as much as the loops over it."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def take(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """[rows, columns], whatever is in it; what was taken under this name before is gone."""
+        held = self._held.get(name)
+        if held is None or held.numel() < rows * columns:
+            held = self._held[name] = fresh((rows * columns,), dtype)
+        return held[: rows * columns].view(rows, columns)
+
+    def product(self, name: str, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Logits hidden W^T."""
+        return torch.mm(hidden, weight.T, out=self.take(name, len(hidden), len(weight), weight.dtype))
+
+
+def _whole_rows(
+    scratch: Scratch, draft: Tensor, target: Tensor, index: Tensor, factor: Tensor, temperature: float, want_grad: bool
+) -> tuple[Tensor, Tensor | None]:
     """alpha [R] of draft [R, V] against target[index], and its gradient times factor [R], written over the draft."""
     from bebop_kernels import cpu_loops
 
     parts = cpu_loops.scale_parts(temperature)
     vocab_size = draft.shape[1]
-    probs, target_inverse = torch.empty(target.shape), torch.empty(len(target))
+    probs, target_inverse = scratch.take("probs", *target.shape, torch.float32), torch.empty(len(target))
     alpha, draft_inverse = torch.empty(len(draft)), torch.empty(len(draft))
     draft = draft if draft.dtype in (torch.float32, torch.bfloat16) else draft.float()
     rows, target_rows, judged, scale = rows_of(draft), rows_of(target), index.numpy(), factor.numpy()

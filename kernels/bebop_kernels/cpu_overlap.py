@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bebop_kernels import cpu_threads
-from bebop_kernels.cpu_threads import in_blocks, rows_of
+from bebop_kernels.cpu_threads import fresh, in_blocks, rows_of
 from bebop_kernels.rows import check_sums
 from bebop_kernels.tensor_parallel import gather, ordered_sum, ordered_sum_of
 
@@ -77,7 +77,7 @@ def backward(
     from bebop_kernels import cpu_loops
 
     parts = cpu_loops.scale_parts(temperature)
-    grad = torch.empty_like(draft_logits, memory_format=torch.contiguous_format)
+    grad = fresh(draft_logits.shape, draft_logits.dtype)
     factor = (grad_alpha.float() / temperature).contiguous().numpy()
     direct = grad.dtype in (torch.float32, torch.bfloat16)
 

@@ -318,6 +318,7 @@ def ranks(tmp_path_factory):
     return folder
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("world", [2, 3])
 def test_uneven_and_empty_vocabulary_shards_give_the_whole_result(ranks, world):
     draft, target, weight, index = linear_inputs()
