@@ -1,0 +1,40 @@
+"""bench kernels: bebop_kernels against its rivals, by kernels/bench in a process of its own.
+
+A fresh process, so that peak memory is the kernels' and torch.compile starts from nothing. Its rows go to bench.csv,
+shapes come from `bench.kernels`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bebop.config import BenchConfig
+from bebop.monitor import write_summary
+
+SCRIPT = Path(__file__).resolve().parent.parent.parent / "kernels" / "bench"
+
+
+class BenchError(RuntimeError):
+    """The bench's process failed; its own message is above this one."""
+
+
+def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
+    """Measure, print tables, append to bench.csv and write summary.json in run_dir; returns the summary.
+
+    summary.json: `rows`, one per case and implementation, and `left_out`, why a rival did not run.
+    """
+    section, rows = config.bench.kernels, run_dir / "bench.json"
+    words: list[object] = [sys.executable, SCRIPT, "--repeats", config.bench.repeats, "--csv", run_dir / "bench.csv"]
+    words += ["--json", rows, "--rows", *section.rows, "--vocab-sizes", *section.vocab_sizes]
+    words += ["--width", section.width, "--depth", section.depth]
+    done = subprocess.run([str(word) for word in words], check=False)
+    if done.returncode:
+        raise BenchError(f"kernels/bench ended with exit code {done.returncode}; its message is above")
+    summary = json.loads(rows.read_text())
+    rows.unlink()
+    write_summary(run_dir, summary)
+    return summary
