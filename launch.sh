@@ -12,7 +12,7 @@ usage: ./launch.sh COMMAND [hydra overrides ...]
   sft             train the MTP heads of a policy before RL
   grpo            GRPO whose rollouts speculate with those heads
   eval            acceptance of the heads: sampled by the engine, and scored exactly
-  bench           measure the engine
+  bench SUITE     measure: rollout (the planner), tree, kernels, speculators
   report run=DIR  one HTML page from the records of a run (or: report DIR)
   doctor          what is installed, and whether the engine samples the exact distribution
   test [quick]    the test suite, or its inner loop; more words go to pytest
