@@ -70,6 +70,8 @@ class Trainer:
         parameters = [p for p in module.parameters() if p.requires_grad]
         self.engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=dict(config))
         self.zero_stage: int = config["zero_optimization"]["stage"]
+        if self.zero_stage == 3:
+            _gather_frozen_with_parent(module)
         self.grad_accum: int = config["gradient_accumulation_steps"]
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
@@ -155,6 +157,18 @@ class Trainer:
         """Wait until every rank has done its work. The process group ends with the process: taking it apart while
         gloo's threads still run aborts the process now and then (torch 2.13)."""
         self.barrier()
+
+
+def _gather_frozen_with_parent(module: torch.nn.Module) -> None:
+    """Have ZeRO-3 gather frozen parameters for the module above their owner too. It gathers a module's own parameters
+    before that module's forward; a router's frozen correction belongs to the gate and is read by the block around it."""
+    import deepspeed
+
+    modules = dict(module.named_modules())
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            parent = modules[".".join(name.split(".")[:-2])]
+            deepspeed.zero.register_external_parameter(parent, parameter)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
