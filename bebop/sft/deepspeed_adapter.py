@@ -161,7 +161,7 @@ class Trainer:
 
 def _gather_frozen_with_parent(module: torch.nn.Module) -> None:
     """Have ZeRO-3 gather frozen parameters for the module above their owner too. It gathers a module's own parameters
-    before that module's forward; a router's frozen correction belongs to the gate and is read by the block around it."""
+    before that module's forward; a router's frozen correction is the gate's and is read by the block around it."""
     import deepspeed
 
     modules = dict(module.named_modules())

@@ -44,7 +44,7 @@ def test_experts_and_a_frozen_correction_train_alike_under_zero_1_and_3(tmp_path
     for name, tensor in before.items():
         learns = is_head_name(name, config) and not name.endswith("e_score_correction_bias")
         assert torch.equal(written[name], tensor) != learns, name
-        # AdamW's first steps are lr in size whatever the gradient's: where that is near 0, rounding decides a part of one
+        # AdamW's first steps are of size lr whatever the gradient's: where that is near 0, rounding decides much
         torch.testing.assert_close(written[name], again[name], atol=1e-4, rtol=1e-4)
 
 
