@@ -11,6 +11,7 @@ import bebop_kernels as bk
 import pytest
 import torch
 
+pytestmark = pytest.mark.e2e  # each rank is a process that imports torch
 SHARDS = {2: [(0, 7), (7, 40)], 3: [(0, 25), (25, 25), (25, 40)]}
 
 

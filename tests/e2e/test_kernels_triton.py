@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.e2e  # half a minute under the interpreter
 INTERPRETED = Path(__file__).parents[1] / "helpers" / "triton_interpreted.py"
 
 
