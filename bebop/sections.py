@@ -116,6 +116,16 @@ class Loss(Section):
     # implementation of the kernels
     impl: Impl = "auto"
 
+    @model_validator(mode="after")
+    def _kernel_is_there(self) -> Loss:
+        for key, name in (("name", self.name), ("warmup", self.warmup)):
+            if self.impl in ("triton", "cpu") and name not in ("tv", "e2e_tv", "lk", "auto", None):
+                raise ValueError(
+                    f"loss.impl={self.impl} with loss.{key}={name}: only tv, e2e_tv and lk have kernels; "
+                    "set loss.impl=auto"
+                )
+        return self
+
 
 class Sft(Section):
     # draft depths to train, 1 to 5

@@ -63,6 +63,11 @@ def test_async_without_a_correction_is_refused(capsys):
     assert "trainer.importance_correction=none" in capsys.readouterr().err
 
 
+def test_a_kernel_that_the_loss_does_not_have_is_refused_before_anything_loads(capsys):
+    assert main(["sft", "loss=hard_ce", "loss.impl=cpu"]) == 2
+    assert "loss.impl=cpu with loss.name=hard_ce" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "path", ["runs/a=b", "runs/with space", "runs/a,b", "runs/it's", "runs/(x)[y]{z}", "runs/back\\slash"]
 )
