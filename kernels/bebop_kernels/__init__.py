@@ -11,6 +11,7 @@ from bebop_kernels.overlap import tv_overlap
 from bebop_kernels.reference_overlap import overlap_rows
 from bebop_kernels.rows import Rows
 from bebop_kernels.statistics import TvStatistics, tv_statistics
+from bebop_kernels.topk import tv_overlap_topk
 
 __all__ = [
     "Rows",
@@ -20,5 +21,6 @@ __all__ = [
     "naive",
     "overlap_rows",
     "tv_overlap",
+    "tv_overlap_topk",
     "tv_statistics",
 ]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 19  # of one piece of work: where rows must be copied, this bounds the copy
 HUGE_PAGE, MADV_HUGEPAGE = 1 << 21, 14
-FEW_ELEMENTS = 1 << 15  # below it a second thread costs more than it does
+FEW_ELEMENTS = 1 << 18  # half a millisecond of one thread: below it, waking a second one gains nothing
 
 
 def unavailable(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str | None:
