@@ -19,7 +19,7 @@ ADAPTERS = {
     "deepspeed": ("bebop/sft/deepspeed_adapter.py",),
     "wandb": ("bebop/monitor/wandb_adapter.py",),
     "triton": ("kernels/",),
-    "speculators": ("bebop/bench/speculators/",),
+    "speculators": ("bebop/bench/speculators/", "kernels/bench/"),
     "numba": ("kernels/",),
 }
 
