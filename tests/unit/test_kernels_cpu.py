@@ -141,6 +141,8 @@ def test_argmax_is_the_first_maximum():
 def test_linear_form(monkeypatch, dtype, train_weight):
     monkeypatch.setattr(cpu_linear, "CHUNK_ELEMENTS", 64)
     monkeypatch.setattr(cpu_linear, "MIN_CHUNK_ROWS", 12)  # 4 anchors a chunk
+    monkeypatch.setattr(cpu_threads, "BLOCK_ELEMENTS", 1000)  # 2 rows a block
+    monkeypatch.setattr(cpu_threads, "FEW_ELEMENTS", 1)
     generator = torch.Generator().manual_seed(3)
     depths, anchors, width, vocab = 3, 9, 16, 371
     target = torch.randn(anchors + depths, width, generator=generator)
