@@ -25,11 +25,11 @@ import torch
 
 from bebop.config import RolloutSection
 from bebop.engines.base import EngineDied, EngineError, EngineRefused, Weights
+from bebop.engines.replace import replace_tensors
 from bebop.engines.torch_draft import Drafter
 from bebop.engines.torch_model import Policy
 from bebop.engines.torch_requests import Request, end_of_text, make_request
 from bebop.engines.torch_round import Finished, Rounds, slot_bytes
-from bebop.engines.vllm_worker import replace_tensors
 from bebop.mtp import HEAD_PREFIX, checksum
 from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
 

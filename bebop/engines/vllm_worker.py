@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-HEAD_PREFIX = "model.mtp_layers."
+from bebop.engines.replace import HEAD_PREFIX, replace_tensors
 
 
 class WorkerExtension:
@@ -100,25 +100,3 @@ def _checkpoint_name(name: str, num_layers: int) -> str:
     if not found:
         return name
     return f"{HEAD_PREFIX}{int(found[1]) - num_layers}.{found[2].removeprefix('mtp_block.')}"
-
-
-def replace_tensors(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    """Copy `tensors` into the views of the same names. Raises ValueError before anything is copied."""
-    heads = [name for name in tensors if name.startswith(HEAD_PREFIX)]
-    held = sum(name in views for name in heads)
-    if held < len(heads):
-        holds = sum(name.startswith(HEAD_PREFIX) for name in views)
-        raise ValueError(
-            f"{held} of {len(heads)} head tensors can be loaded: the engine holds {holds}; "
-            "heads need rollout.speculation=mtp and the checkpoint's own names"
-        )
-    for name, tensor in tensors.items():
-        if name not in views:
-            raise ValueError(f"{name}: the engine holds no tensor of this name")
-        if tensor.shape != views[name].shape:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}, the engine holds {list(views[name].shape)}")
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{name} holds values that are not finite; the update was refused")
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            views[name].copy_(tensor)

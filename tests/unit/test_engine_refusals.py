@@ -10,8 +10,9 @@ from torch import nn
 from bebop.config import ConfigError, RolloutSection
 from bebop.engines import EngineRefused, check_policy
 from bebop.engines.environment import GENERAL, applied, cpu_environment, last_error, missing
+from bebop.engines.replace import replace_tensors
 from bebop.engines.vllm_arguments import NOT_WITH_SPECULATION, refuse_block, sampling_values, stamp
-from bebop.engines.vllm_worker import named_views, replace_tensors
+from bebop.engines.vllm_worker import named_views
 from bebop.records import Sampling
 
 
