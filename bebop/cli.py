@@ -176,6 +176,10 @@ def _multirun(command: str, arguments: Arguments) -> int:
         words = [*mine, *(f"verl.{word}" for word in arguments.verl), f"run_dir={folder}"]
         code = subprocess.run([sys.executable, "-m", "bebop.cli", command, *words], check=False).returncode
         worst = max(worst, abs(code))
+    if command == "sft" and not worst:
+        from bebop.sft.compare import compare
+
+        print(compare([folder for _, folder in finished], finished[0][1].parent), flush=True)
     return worst
 
 

@@ -130,17 +130,22 @@ class Loss(Section):
 class Sft(Section):
     # draft depths to train, 1 to 5
     depth: int = Field(3, ge=1, le=5)
-    # optimizer steps
-    steps: int = Field(160, ge=1)
+    # optimizer steps on the loss; 0: regression_steps alone
+    steps: int = Field(160, ge=0)
+    # steps before them, for fresh heads alone, that regress the head's output on the backbone's hidden states; without
+    # a vocabulary in it, such a step costs a fraction of the loss's
+    regression_steps: int = Field(0, ge=0)
+    # adamw, or muon: orthogonalised momentum for the matrices, AdamW at a tenth of the rate for the rest
+    optimizer: Literal["adamw", "muon"] = "adamw"
     # peak learning rate of the heads
     lr: float = Field(2e-3, gt=0)
     # constant or cosine, after the warm-up
     lr_schedule: Literal["constant", "cosine"] = "cosine"
     # share of the steps with a rising learning rate
     lr_warmup_share: float = Field(0.08, ge=0, le=1)
-    # AdamW weight decay
+    # decoupled weight decay
     weight_decay: float = Field(0.0, ge=0)
-    # gradient norm clip
+    # gradient norm clip; muon takes none, its updates have the same size whatever the gradient's
     grad_clip: float = Field(1.0, gt=0)
     # tokens per packed micro-batch and process
     batch_tokens: int = Field(4096, ge=64)
@@ -150,7 +155,8 @@ class Sft(Section):
     zero_stage: Literal[0, 1, 2, 3] = 1
     # training processes on this machine
     num_processes: int = Field(1, ge=1)
-    # arithmetic of the heads' forward and backward; bfloat16: autocast over float32 master weights and optimizer state
+    # arithmetic of the heads' and the loss's matrix products; bfloat16: autocast over float32 master weights and
+    # optimizer state, softmax statistics in float32
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     # compute the MLP's inner activations again in the backward pass instead of keeping them, at every depth
     activation_checkpointing: bool = False
@@ -158,6 +164,12 @@ class Sft(Section):
     eval_every: int = Field(40, ge=1)
     # write a checkpoint every so many steps
     save_every: int = Field(40, ge=1)
+
+    @model_validator(mode="after")
+    def _something_to_do(self) -> Sft:
+        if not self.steps + self.regression_steps:
+            raise ValueError("sft.steps=0 with sft.regression_steps=0: expected at least one step; set one of them")
+        return self
 
     @model_validator(mode="after")
     def _checkpointing_needs_whole_parameters(self) -> Sft:

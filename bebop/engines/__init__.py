@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -33,15 +32,14 @@ def make_engine(rollout: RolloutSection, policy_dir: Path, *, seed: int = 0, dty
 def check_policy(rollout: RolloutSection, policy_dir: Path) -> None:
     """Raise where the policy directory cannot serve what `rollout` asks for.
 
-    The depth that the heads were trained for is `mtp_depth` in the directory's bebop.json (0 or absent: not trained by
-    bebop, nothing to compare with), written from sft.depth.
+    Heads that bebop did not train have no depth to compare with, see bebop.mtp.checkpoint.trained_depth.
     """
     config_path = policy_dir / "config.json"
     if not config_path.is_file():
         raise EngineRefused(f"{policy_dir} holds no config.json: expected a Hugging Face directory of a policy")
     if rollout.speculation == "none":
         return
-    from bebop.mtp.checkpoint import num_mtp_layers
+    from bebop.mtp.checkpoint import num_mtp_layers, trained_depth
     from bebop.mtp.families import COUNT_KEYS
 
     if not num_mtp_layers(policy_dir):
@@ -49,10 +47,9 @@ def check_policy(rollout: RolloutSection, policy_dir: Path) -> None:
             f"{policy_dir} has no MTP head ({' or '.join(COUNT_KEYS)} in config.json): "
             "train one with the sft command, or set rollout.speculation=none"
         )
-    provenance = policy_dir / "bebop.json"
-    depth = json.loads(provenance.read_text()).get("mtp_depth") if provenance.is_file() else None
+    depth = trained_depth(policy_dir)
     if not depth:
         return
-    check_depth(rollout, int(depth), "sft.depth")
-    if rollout.draft_depth > int(depth):
+    check_depth(rollout, depth, "sft.depth")
+    if rollout.draft_depth > depth:
         logger.info("rollout.tree_depth=%d: deeper than the head was trained, %s", rollout.draft_depth, depth)

@@ -8,6 +8,7 @@ from bebop.losses.acceptance import (
     expected_acceptance,
 )
 from bebop.losses.head import LOSSES, head_loss, score_drafts
+from bebop.losses.regression import hidden_regression
 
 __all__ = [
     "LOSSES",
@@ -17,5 +18,6 @@ __all__ = [
     "e2e_tv",
     "expected_acceptance",
     "head_loss",
+    "hidden_regression",
     "score_drafts",
 ]

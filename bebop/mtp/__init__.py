@@ -1,6 +1,6 @@
 """MTP heads: the module as an engine serves it, families, initialisation, and the way in and out of checkpoints."""
 
-from bebop.mtp.checkpoint import checkpoint_checksums, checksum, write_checkpoint
+from bebop.mtp.checkpoint import checkpoint_checksums, checksum, trained_depth, write_checkpoint
 from bebop.mtp.families import FAMILIES, claimed_layers, family_of, is_head_name, known_family
 from bebop.mtp.head import HEAD_PREFIX, Head, MtpHead, draft_hidden, head_state
 from bebop.mtp.initialise import head_tensors, init_heads, load_heads
@@ -23,5 +23,6 @@ __all__ = [
     "is_head_name",
     "known_family",
     "load_heads",
+    "trained_depth",
     "write_checkpoint",
 ]

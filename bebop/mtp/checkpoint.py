@@ -76,6 +76,14 @@ def read_config(path: Path) -> dict[str, Any]:
     return json.loads((Path(path) / "config.json").read_text())
 
 
+def trained_depth(path: Path) -> int | None:
+    """Depth that a policy directory's heads were trained for: `mtp_depth` in its bebop.json, which is sft.depth; 0
+    where bebop made them and nothing has trained them; None where nothing is recorded."""
+    provenance = path / "bebop.json"
+    depth = json.loads(provenance.read_text()).get("mtp_depth") if provenance.is_file() else None
+    return None if depth is None else int(depth)
+
+
 def num_mtp_layers(path: Path) -> int:
     """MTP layers of a policy directory, as an engine finds them: those that config.json claims, or, where it is silent
     (published Qwen3-Next), those that there are tensors of."""

@@ -69,6 +69,8 @@ def _section(made: Mapping[str, Any]) -> str:
     loss = f"`{made['loss']}`" + (
         f", after `{warmup}` for the first {config['loss']['warmup_share']:.0%} of the steps" if warmup else ""
     )
+    before = made["regression_steps"]
+    regression = f"{before} of hidden-state regression, then " if before else ""
     lines = [
         "## MTP heads for speculative decoding",
         "",
@@ -79,7 +81,8 @@ def _section(made: Mapping[str, Any]) -> str:
         f"| heads before | {made['heads_from']} |",
         f"| depth | {made['mtp_depth']} |",
         f"| loss | {loss} |",
-        f"| steps | {made['steps']}, learning rate {sft['lr']:g} {sft['lr_schedule']}, "
+        f"| steps | {regression}{made['steps']}, {sft['optimizer']}, learning rate {sft['lr']:g} "
+        f"{sft['lr_schedule']}, "
         f"{sft['batch_tokens'] * sft['grad_accum'] * sft['num_processes']} tokens a step at most |",
         f"| text | {data['num_train']} {source}, {sampler} |",
         f"| temperature | {made['temperature']:g}, of the text, the loss and the scores |",

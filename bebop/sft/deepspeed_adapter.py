@@ -19,22 +19,29 @@ from typing import Any
 
 import torch
 
+ADAMW_SHARE = 0.1  # beside Muon: AdamW's learning rate, for what is no matrix, as a share of Muon's
 LAST = "last.json"  # names the newest complete checkpoint; replaced atomically, after the checkpoint is whole
 
 
 def deepspeed_config(
-    *, zero_stage: int, grad_accum: int, grad_clip: float, lr: float, weight_decay: float
+    *, optimizer: str, zero_stage: int, grad_accum: int, grad_clip: float, lr: float, weight_decay: float
 ) -> dict[str, Any]:
-    """DeepSpeed's own config. torch's AdamW: DeepSpeed's CPU Adam is compiled on first use, for minutes."""
+    """DeepSpeed's own config. torch's AdamW: DeepSpeed's CPU Adam is compiled on first use, for minutes.
+
+    DeepSpeed orthogonalises Muon's matrices before it clips: a clip would shrink updates, not gradients, so there is
+    none. Its ZeRO-3 has Muon without reduce-scatter only.
+    """
+    params = {"lr": lr, "weight_decay": weight_decay, "betas": [0.9, 0.95], "torch_adam": True}
+    zero = {"stage": zero_stage, "overlap_comm": False}
+    if optimizer == "muon":
+        params |= {"momentum": 0.95, "ns_method": "standard"}
+        zero["reduce_scatter"] = False
     return {
         "train_micro_batch_size_per_gpu": 1,  # one packed batch; DeepSpeed never sees its sequences
         "gradient_accumulation_steps": grad_accum,
-        "gradient_clipping": grad_clip,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": lr, "weight_decay": weight_decay, "betas": [0.9, 0.95], "torch_adam": True},
-        },
-        "zero_optimization": {"stage": zero_stage, "overlap_comm": False},
+        "gradient_clipping": 0.0 if optimizer == "muon" else grad_clip,
+        "optimizer": {"type": {"adamw": "AdamW", "muon": "Muon"}[optimizer], "params": params},
+        "zero_optimization": zero,
         "steps_per_print": 10**9,
     }
 
@@ -69,6 +76,7 @@ class Trainer:
 
         parameters = [p for p in module.parameters() if p.requires_grad]
         self.engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=dict(config))
+        self._muon = config["optimizer"]["type"] == "Muon"
         self.zero_stage: int = config["zero_optimization"]["stage"]
         if self.zero_stage == 3:
             _gather_frozen_with_parent(module)
@@ -82,7 +90,7 @@ class Trainer:
         Returns [1+W] float32: loss and the module's W values, means over all `total` anchors, the same on every rank.
         """
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * (1.0 if group.get("use_muon", True) else ADAMW_SHARE)
         mean: torch.Tensor | None = None
         for batch, count in zip(batches, counts, strict=True):
             loss, values = self.engine(batch)
@@ -97,8 +105,9 @@ class Trainer:
         return mean
 
     def grad_norm(self) -> float | None:
-        """Gradient norm of the last step, before the clip; None under ZeRO-0, where DeepSpeed does not keep it."""
-        norm = self.engine.get_global_grad_norm()
+        """Gradient norm of the last step, before the clip; None under ZeRO-0, where DeepSpeed does not keep it, and
+        with Muon, where it keeps that of the orthogonalised updates."""
+        norm = None if self._muon else self.engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
     def parameters(self) -> dict[str, torch.Tensor]:

@@ -43,6 +43,8 @@ def launch(job: Path, run_dir: Path, num_processes: int) -> None:
         for rank in range(num_processes):
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "BEBOP_RENDEZVOUS": rendezvous}
             env = {"OMP_NUM_THREADS": str(threads), **os.environ, **{key: str(value) for key, value in own.items()}}
+            if device_name() == "cpu":  # DeepSpeed's Muon would be compiled, for which a bare machine has no compiler
+                env["TORCH_COMPILE_DISABLE"] = "1"
             command = [sys.executable, "-m", "bebop.sft.worker", str(job)]
             processes.append(subprocess.Popen(command, env=env))
         _wait(processes, run_dir)

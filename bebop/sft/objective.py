@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bebop.config import Loss
-from bebop.losses import head_loss
+from bebop.losses import head_loss, hidden_regression
 from bebop.mtp import draft_hidden
 from bebop.mtp.head import Head
 from bebop.sft.batches import TrainBatch
+
+REGRESSION = "hidden_regression"
 
 
 def anchor_rows(head: Head, batch: TrainBatch, embed_weight: Tensor, depth: int) -> Tensor:
@@ -23,7 +25,8 @@ def anchor_rows(head: Head, batch: TrainBatch, embed_weight: Tensor, depth: int)
 
 
 class HeadObjective(nn.Module):
-    """Mean loss over a batch's anchors. `loss_name` says which of the losses, and may change between steps."""
+    """Mean loss over a batch's anchors. `loss_name` says which, a name of losses.LOSSES or REGRESSION; it may change
+    between steps."""
 
     def __init__(
         self,
@@ -38,27 +41,31 @@ class HeadObjective(nn.Module):
     ) -> None:
         """embed_weight, lm_head_weight: float32 [V,D], frozen; not parameters of this module, so never updated.
 
-        compute_dtype: of the heads' matrix products, by autocast; parameters, gradients and loss stay float32.
+        compute_dtype: of matrix products, the heads' by autocast, the loss's by its operands; parameters, gradients
+        and the loss's statistics stay float32.
         activation_checkpointing: MLPs keep their input alone and run again in the backward pass.
         """
         super().__init__()
         self.head, self.depth, self.loss_name = head, depth, loss.name
         self._loss = loss
-        self._frozen = (embed_weight, lm_head_weight)
+        self._frozen = (embed_weight, lm_head_weight.to(compute_dtype))
         self._compute_dtype = compute_dtype
         if activation_checkpointing:
             _checkpoint_mlps(head)
 
     def forward(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """-> loss (scalar, mean over the N anchors), alpha [K] float32 (mean over the anchors, detached)."""
+        """-> loss (scalar, mean over the N anchors), alpha [K] float32 (mean over the anchors, detached; NaN for
+        REGRESSION, which never makes the logits)."""
         embed_weight, lm_head_weight = self._frozen
         low = self._compute_dtype != torch.float32
         with torch.autocast(batch.hidden.device.type, self._compute_dtype, enabled=low):
             rows = anchor_rows(self.head, batch, embed_weight, self.depth)
+        if self.loss_name == REGRESSION:
+            return hidden_regression(rows, batch.hidden, batch.target_index), rows.new_full((self.depth,), torch.nan)
         loss, alpha = head_loss(
             self.loss_name,
-            rows.float(),
-            batch.hidden,
+            rows.to(self._compute_dtype),
+            batch.hidden.to(self._compute_dtype),
             lm_head_weight,
             batch.target_index,
             batch.labels,

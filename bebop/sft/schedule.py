@@ -29,6 +29,14 @@ def lr_at(step: int, sft: Sft) -> float:
     return sft.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
+def regression_at(step: int, sft: Sft) -> tuple[Sft, int]:
+    """The part of the training that step `step` (0-based, over both parts) is in, as a section with that many steps,
+    and its step there: first regression_steps, then steps. Each part has a learning-rate schedule of its own."""
+    if step < sft.regression_steps:
+        return sft.model_copy(update={"steps": sft.regression_steps}), step
+    return sft, step - sft.regression_steps
+
+
 def resolve_warmup(loss: Loss, *, cold: bool) -> Loss:
     """The loss with warmup=auto made out: lk where a TV loss meets cold heads, which were made for this run, else none.
 

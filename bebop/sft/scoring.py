@@ -80,9 +80,23 @@ def score(
     temperature: float,
 ) -> Acceptance:
     """Score the heads on batches of text. Raises ValueError where the batches have no anchor."""
-    with torch.no_grad():
-        drafts = ((anchor_rows(head, batch, embed_weight, depth), batch) for batch in batches)
-        return score_rows(drafts, lm_head_weight, temperature=temperature)
+    found = statistics(head, batches, embed_weight, lm_head_weight, depth=depth, temperature=temperature)
+    return acceptance_of(found, temperature)
+
+
+@torch.no_grad()
+def statistics(
+    head: MtpHead,
+    batches: Iterable[TrainBatch],
+    embed_weight: Tensor,
+    lm_head_weight: Tensor,
+    *,
+    depth: int,
+    temperature: float,
+) -> dict[str, Tensor]:
+    """`anchor_statistics` [K,N] of the heads over all batches. Raises ValueError where they have no anchor."""
+    drafts = ((anchor_rows(head, batch, embed_weight, depth), batch) for batch in batches)
+    return join([anchor_statistics(rows, batch, lm_head_weight, temperature=temperature) for rows, batch in drafts])
 
 
 @torch.no_grad()
@@ -115,7 +129,9 @@ def anchor_statistics(
     parts = []
     for start in range(0, max(1, rows.shape[1]), step):
         where = slice(start, start + step)
-        target = batch.hidden[batch.target_index[:, where]]
+        # a position is the target of up to K anchors: its logits are computed once
+        positions, which = batch.target_index[:, where].unique(return_inverse=True)
+        target = (batch.hidden[positions], which)
         parts.append(_statistics(rows[:, where], target, batch.labels[:, where], lm_head_weight, temperature))
     return join(parts)
 
@@ -158,10 +174,13 @@ def acceptance_of(s: dict[str, Tensor], temperature: float) -> Acceptance:
     )
 
 
-def _statistics(draft: Tensor, target: Tensor, tokens: Tensor, weight: Tensor, temperature: float) -> dict[str, Tensor]:
-    """[K,n,D] draft and target rows, [K,n] tokens of the text -> statistics [K,n]."""
-    shape = tokens.shape
-    draft_logits, target_logits = draft.flatten(0, 1) @ weight.T, target.flatten(0, 1) @ weight.T
+def _statistics(
+    draft: Tensor, target: tuple[Tensor, Tensor], tokens: Tensor, weight: Tensor, temperature: float
+) -> dict[str, Tensor]:
+    """[K,n,D] draft rows, [m,D] target rows with which of them [K,n] go with the draft's, [K,n] tokens of the text ->
+    statistics [K,n]."""
+    shape, (rows, which) = tokens.shape, target
+    draft_logits, target_logits = draft.flatten(0, 1) @ weight.T, (rows @ weight.T)[which.flatten()]
     found = tv_statistics(draft_logits, target_logits, tokens=tokens.flatten(), temperature=temperature)
     is_top = draft_logits.argmax(dim=-1) == tokens.flatten()
     columns = {

@@ -12,17 +12,17 @@ import torch
 from tqdm import tqdm
 
 from bebop.backbone import load_backbone
-from bebop.config import Loss
+from bebop.config import Loss, Sft
 from bebop.data.distill import fingerprint
-from bebop.mtp import checkpoint_checksums, init_heads, load_heads
+from bebop.mtp import checkpoint_checksums, init_heads, load_heads, trained_depth
 from bebop.sft.batches import TrainBatch
 from bebop.sft.dataset import TextData
 from bebop.sft.deepspeed_adapter import Trainer, deepspeed_config
 from bebop.sft.export import export
 from bebop.sft.job import Job
-from bebop.sft.objective import HeadObjective
-from bebop.sft.schedule import loss_at, lr_at, mine, resolve_warmup
-from bebop.sft.scoring import Acceptance, score
+from bebop.sft.objective import REGRESSION, HeadObjective
+from bebop.sft.schedule import loss_at, lr_at, mine, regression_at, resolve_warmup
+from bebop.sft.scoring import Acceptance, acceptance_of, join, statistics
 from bebop.sft.sinks import Sinks
 
 log = logging.getLogger(__name__)
@@ -38,12 +38,15 @@ class Training:
         backbone = load_backbone(job.policy_dir, dtype=getattr(torch, config.model.dtype), device=device)
         self.frozen = (backbone.embed_weight.float(), backbone.lm_head_weight.float())
         head = load_heads(job.policy_dir)
-        self.cold = head is None
+        # `prepare_policy` writes the heads that it makes into the policy, and says there that nothing trained them
+        self.cold = head is None or trained_depth(job.policy_dir) == 0
         if head is None:
             head = init_heads(job.policy_dir, how=config.model.mtp_init, seed=config.seed)
+        if not self.cold:
+            self.sft = self.sft.model_copy(update={"regression_steps": 0})
         self.loss = resolve_warmup(config.loss, cold=self.cold)
         whose = "fresh" if self.cold else "the policy's own"
-        log.info("sft: %s heads, loss %s, %s", whose, self.loss.name, _warmup(self.loss))
+        log.info("sft: %s heads, %sloss %s, %s", whose, _regression(self.sft), self.loss.name, _warmup(self.loss))
         self.objective = HeadObjective(
             head.float().to(device).train(),
             *self.frozen,
@@ -65,7 +68,7 @@ class Training:
         self.sinks = Sinks(config.logger, job.run_dir, write=self.trainer.rank == 0)
 
     def run(self) -> None:
-        trainer, steps = self.trainer, self.sft.steps
+        trainer, steps = self.trainer, self.sft.regression_steps + self.sft.steps
         state = self._start()
         first, began = state["step"], time.monotonic()
         scored: Acceptance | None = None
@@ -77,18 +80,18 @@ class Training:
             self.sinks.write("sft", record, step=done)
             length = f" AL {scored.acceptance_length:.2f}" if scored else ""
             bar.set_postfix_str(f"loss {record['loss']:.3f}{length}")
-            if done % self.sft.eval_every == 0 or done == steps:
+            if done % self.sft.eval_every == 0 and done != steps:
                 scored = self._score(done)
             if done % self.sft.save_every == 0 or done == steps:
                 trainer.save(self.job.run_dir / STATE, done, {**state, "step": done})
-        scored = scored or self._score(steps)
-        by_task = self._score_by_task()
+        by_task, scored = self._score_by_task()
         tensors = {name.removeprefix("head."): tensor for name, tensor in trainer.parameters().items()}
         if trainer.rank == 0:
             facts = {
                 "acceptance_length_before": state["acceptance_length_before"],
                 "heads_from": f"fresh, {self.job.config.model.mtp_init}" if self.cold else "the policy's own",
                 "loss_warmup": self.loss.warmup,
+                "regression_steps": self.sft.regression_steps,
                 **self.data.entropy(self.loss.temperature),
                 "tasks": {task: found.as_dict() for task, found in by_task.items()},
                 "num_sequences": self.data.num_sequences,
@@ -114,15 +117,17 @@ class Training:
                 f"run_dir={self.job.run_dir}: its checkpoint was trained from another policy, text or config; "
                 "choose another run_dir"
             )
-        log.info("sft: goes on after step %d of %d", state["step"], self.sft.steps)
+        log.info("sft: goes on after step %d of %d", state["step"], self.sft.regression_steps + self.sft.steps)
         return {key: state[key] for key in ("identity", "step", "acceptance_length_before")}
 
     def _step(self, step: int) -> dict[str, Any]:
         """One optimizer step (0-based), and its record."""
         began = time.monotonic()
         trainer, sft = self.trainer, self.sft
-        self.objective.loss_name = loss_at(step, sft.steps, self.loss)
-        lr = lr_at(step, sft)
+        part, at = regression_at(step, sft)
+        regression = step < sft.regression_steps
+        self.objective.loss_name = REGRESSION if regression else loss_at(at, sft.steps, self.loss)
+        lr = lr_at(at, part)
         batches = self.data.stream.step(step, sft.grad_accum, trainer.world_size)
         own = mine(batches, trainer.rank, trainer.world_size)
         total = sum(batch.num_anchors for batch in batches)
@@ -135,7 +140,8 @@ class Training:
         return {
             "loss": loss,
             "loss_name": self.objective.loss_name,
-            "alpha": alpha,  # [K] mean overlap over the step's anchors, at loss.temperature
+            # [K] mean overlap over the step's anchors, at loss.temperature
+            **({} if regression else {"alpha": alpha}),
             "temperature": self.loss.temperature,
             "lr": lr,
             "grad_norm": trainer.grad_norm(),
@@ -147,17 +153,21 @@ class Training:
     def _score(self, done: int) -> Acceptance:
         """Scored acceptance on held-out text after `done` steps, on every rank."""
         with self.trainer.gathered():
-            scored = self._acceptance(self.data.heldout())
+            scored = acceptance_of(self._statistics(self.data.heldout()), self.loss.temperature)
         self.sinks.write("sft_eval", scored.as_dict(), step=done)
         return scored
 
-    def _score_by_task(self) -> dict[str, Acceptance]:
-        """The same, of every task's held-out text for itself."""
+    def _score_by_task(self) -> tuple[dict[str, Acceptance], Acceptance]:
+        """The same after the last step, of every task's held-out text for itself and of all of it, from one pass."""
         with self.trainer.gathered():
-            return {task: self._acceptance(batches) for task, batches in self.data.heldout_by_task()}
+            found = {task: self._statistics(batches) for task, batches in self.data.heldout_by_task()}
+        temperature = self.loss.temperature
+        scored = acceptance_of(join(list(found.values())), temperature)
+        self.sinks.write("sft_eval", scored.as_dict(), step=self.sft.regression_steps + self.sft.steps)
+        return {task: acceptance_of(each, temperature) for task, each in found.items()}, scored
 
-    def _acceptance(self, batches: Iterable[TrainBatch]) -> Acceptance:
-        return score(
+    def _statistics(self, batches: Iterable[TrainBatch]) -> dict[str, torch.Tensor]:
+        return statistics(
             self.objective.head, batches, *self.frozen, depth=self.sft.depth, temperature=self.loss.temperature
         )
 
@@ -167,9 +177,14 @@ def _warmup(loss: Loss) -> str:
     return f"after {loss.warmup} for {share}" if loss.warmup and loss.warmup_share else "no warm-up"
 
 
+def _regression(sft: Sft) -> str:
+    return f"{sft.regression_steps} steps of hidden-state regression, then " if sft.regression_steps else ""
+
+
 def _deepspeed(job: Job) -> dict[str, Any]:
     sft = job.config.sft
     return deepspeed_config(
+        optimizer=sft.optimizer,
         zero_stage=sft.zero_stage,
         grad_accum=sft.grad_accum,
         grad_clip=sft.grad_clip,

@@ -32,7 +32,7 @@ expected = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm().item
 init_process_group("cpu", Path(sys.argv[1]), 0, 1)
 toy = Toy()
 toy.load_state_dict(plain.state_dict())
-config = deepspeed_config(zero_stage=1, grad_accum=3, grad_clip=1e-3, lr=0.5, weight_decay=0.0)
+config = deepspeed_config(optimizer="adamw", zero_stage=1, grad_accum=3, grad_clip=1e-3, lr=0.5, weight_decay=0.0)
 trainer = Trainer(toy, config)
 mean = trainer.step(batches, [2, 7, 1], 10, lr=0.0)
 still = all(torch.equal(a, trainer.parameters()[n]) for n, a in plain.state_dict().items())

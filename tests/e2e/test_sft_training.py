@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +129,52 @@ def test_bfloat16_compute_and_checkpointed_mlps_train_float32_heads(config, whol
     assert any((p != p.bfloat16().float()).any() for p in heads.parameters()), "the master weights are float32"
     card = (low.checkpoint / "README.md").read_text()
     assert "`e2e_tv`, after `kl` for the first 25% of the steps" in card and "| sums |" in card
+
+
+@pytest.fixture(scope="module")
+def headless(tiny_random, tmp_path_factory) -> Path:
+    """The random policy without its MTP layer."""
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("headless") / "policy"
+    shutil.copytree(tiny_random, folder)
+    tensors, values = Tensors(tiny_random), json.loads((tiny_random / "config.json").read_text())
+    for old in folder.glob("*.safetensors*"):
+        old.unlink()
+    kept = {name: tensors[name].contiguous() for name in tensors if not name.startswith(HEAD_PREFIX)}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    del values["num_nextn_predict_layers"]
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def _by_muon(config, headless, folder, **changes):
+    """Hidden-state regression, then the loss, from fresh heads."""
+    sft = {"steps": 8, "regression_steps": 8, "optimizer": "muon", "lr": 1e-2, "batch_tokens": 256, "grad_accum": 2}
+    sft = Sft(**{**sft, "eval_every": 8, "save_every": 8, **changes})
+    model = Model(name="hf", path=headless)
+    return run(config.model_copy(update={"model": model, "sft": sft, "loss": Loss(name="e2e_tv")}), folder)
+
+
+@pytest.fixture(scope="module")
+def muon(config, headless, tmp_path_factory):
+    return _by_muon(config, headless, tmp_path_factory.mktemp("muon"))
+
+
+def test_fresh_heads_regress_hidden_states_before_the_loss(muon):
+    records, scores = read_records(muon.checkpoint.parent, "sft"), _scores(muon.checkpoint.parent)
+    assert [r["loss_name"] for r in records] == ["hidden_regression"] * 8 + ["lk"] * 2 + ["e2e_tv"] * 6
+    assert ["alpha" in r for r in records] == [False] * 8 + [True] * 8
+    assert records[7]["loss"] < 0.9 * records[0]["loss"]
+    assert len(scores) == 3 and scores == sorted(scores), "each part brought the acceptance up"
+    assert muon.summary["regression_steps"] == 8
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_muon_over_two_processes_trains_like_one(config, headless, muon, zero_stage, tmp_path):
+    """DeepSpeed orthogonalises whole matrices under every partitioning; in bfloat16, hence the width."""
+    _by_muon(config, headless, tmp_path, grad_accum=1, num_processes=2, zero_stage=zero_stage)
+    assert _curve(tmp_path) == pytest.approx(_curve(muon.checkpoint.parent), abs=5e-3)
 
 
 def test_a_finished_run_is_not_trained_again(config, whole):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bebop.config import LossName
-from bebop.losses import LOSSES, e2e_tv, expected_acceptance, head_loss, score_drafts
+from bebop.losses import LOSSES, e2e_tv, expected_acceptance, head_loss, hidden_regression, score_drafts
 
 
 def test_end_to_end_loss_of_the_worked_example():
@@ -215,3 +215,20 @@ def test_a_loss_without_a_kernel_refuses_to_be_asked_for_one(name):
     index = torch.tensor([[0, 1]])
     with pytest.raises(ValueError, match=rf"^impl='cpu': the loss {name} has no such kernel"):
         head_loss(name, draft, target, weight, index, index, impl="cpu")
+
+
+def test_hidden_regression_is_a_share_of_the_targets_size():
+    target = torch.randn(6, 4, dtype=torch.float64)
+    index = torch.tensor([[0, 1], [2, 5]])
+    assert hidden_regression(target[index], target, index) == 0
+    assert hidden_regression(torch.zeros(2, 2, 4), target, index) == pytest.approx(1.0)
+    draft = (target[index] * 1.5).requires_grad_()
+    loss = hidden_regression(draft, target, index)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.25)
+    assert torch.equal(draft.grad.sign(), target[index].sign())
+    empty = torch.zeros(2, 0, 4, requires_grad=True)
+    hidden_regression(empty, target, index[:, :0]).backward()
+    assert empty.grad is not None
+    with pytest.raises(ValueError, match="target_index"):
+        hidden_regression(draft, target, index[:1])

@@ -16,13 +16,21 @@ SCORED = {
 }
 MADE = {
     "config": {
-        "sft": {"lr": 2e-3, "lr_schedule": "cosine", "batch_tokens": 4096, "grad_accum": 1, "num_processes": 2},
+        "sft": {
+            "optimizer": "muon",
+            "lr": 2e-3,
+            "lr_schedule": "cosine",
+            "batch_tokens": 4096,
+            "grad_accum": 1,
+            "num_processes": 2,
+        },
         "data": {"tasks": [{"name": "chain_sum"}, {"name": "open"}], "path": None},
         "loss": {"warmup_share": 0.3},
     },
     "data": {"sampled_by_policy": True, "num_train": 768, "num_heldout": 64},
     "loss": "e2e_tv",
     "loss_warmup": "lk",
+    "regression_steps": 40,
     "heads_from": "fresh, last_layer",
     "mtp_depth": 3,
     "steps": 160,
@@ -44,6 +52,7 @@ def test_a_card_says_what_trained_the_heads_and_how_good_they_are():
     assert _front(card)["library_name"] == "transformers" and set(TAGS) <= set(_front(card)["tags"])
     for said in (
         "`e2e_tv`, after `lk` for the first 30% of the steps",
+        "| steps | 40 of hidden-state regression, then 160, muon, learning rate 0.002 cosine, 8192 tokens a step",
         "768 responses to prompts of chain_sum, open, sampled by this policy",
         "| temperature | 0.7,",
         "| chain_sum | 0.900 | 0.800 | 0.700 | 3.200 ± 0.010 | 3.000 | 500 |",

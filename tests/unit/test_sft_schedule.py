@@ -3,7 +3,7 @@
 import pytest
 
 from bebop.config import Loss, Sft
-from bebop.sft.schedule import BatchStream, loss_at, lr_at, mine
+from bebop.sft.schedule import BatchStream, loss_at, lr_at, mine, regression_at
 
 
 def test_learning_rate_rises_then_stays():
@@ -28,6 +28,14 @@ def test_warm_up_loss_takes_the_first_share_of_the_steps():
     loss = Loss(name="e2e_tv", warmup="lk", warmup_share=0.3)
     assert [loss_at(step, 10, loss) for step in range(10)] == ["lk"] * 3 + ["e2e_tv"] * 7
     assert {loss_at(step, 10, Loss(name="kl", warmup=None)) for step in range(10)} == {"kl"}
+
+
+def test_regression_comes_first_with_a_schedule_of_its_own():
+    sft = Sft(steps=10, regression_steps=4, lr=1.0, lr_warmup_share=0.0)
+    parts = [regression_at(step, sft) for step in range(14)]
+    assert [(part.steps, at) for part, at in parts] == [(4, s) for s in range(4)] + [(10, s) for s in range(10)]
+    rates = [lr_at(at, part) for part, at in parts]
+    assert rates[0] == rates[4] == 1.0 and rates[3] < rates[4] and rates[13] < 0.1
 
 
 def _pairs(order):

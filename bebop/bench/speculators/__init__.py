@@ -129,11 +129,13 @@ class _Comparison:
         """All training runs of all sides."""
         lrs = self.config.bench.speculators.lrs
         runs: list[tuple[str, str, Callable[[Path], Path]]] = []
-        for lr in lrs:
-            runs.append(("bebop", f"lr {lr:g}", self._bebop(lr, self.base.loss)))
-            control = self.base.loss.model_copy(update={"name": CONTROL, "warmup": None})
-            runs.append((f"bebop {CONTROL}", f"lr {lr:g}", self._bebop(lr, control)))
-        options = [rival.Options(lr, optimizer) for optimizer in ("muon", "adamw") for lr in lrs]
+        control = self.base.loss.model_copy(update={"name": CONTROL, "warmup": None})
+        for optimizer in rival.OPTIMIZERS:
+            for lr in lrs:
+                name = f"{optimizer} lr {lr:g}"
+                runs.append(("bebop", name, self._bebop(lr, optimizer, self.base.loss)))
+                runs.append((f"bebop {CONTROL}", name, self._bebop(lr, optimizer, control)))
+        options = [rival.Options(lr, optimizer) for optimizer in rival.OPTIMIZERS for lr in lrs]
         runs += [("speculators", each.name, self._speculators(each)) for each in options]
         found = [self._train(*each) for each in tqdm(runs, desc="heads")]
         theirs = [entry for entry in found if entry.side == "speculators"]
@@ -158,11 +160,11 @@ class _Comparison:
         half = len(scored.length.count) // 2
         return Entry(side, options, checkpoint, scored.part(slice(half)), scored.part(slice(half, None)))
 
-    def _bebop(self, lr: float, loss: Loss) -> Callable[[Path], Path]:
+    def _bebop(self, lr: float, optimizer: str, loss: Loss) -> Callable[[Path], Path]:
         def make(folder: Path) -> Path:
             if not (folder / RESULT).exists():
                 folder.mkdir(parents=True, exist_ok=True)
-                sft = self.base.sft.model_copy(update={"lr": lr})
+                sft = self.base.sft.model_copy(update={"lr": lr, "optimizer": optimizer})
                 train(self.base.model_copy(update={"sft": sft, "loss": loss}), self.policy, self.text_dir, folder)
             return folder / CHECKPOINT
 

@@ -21,6 +21,7 @@ from bebop.config import ConfigError
 from bebop.sft.batches import IndexedBatch, TrainBatch
 
 PACKAGE, VERSION = "speculators", "0.9.0"
+OPTIMIZERS: tuple[Literal["muon", "adamw"], ...] = ("muon", "adamw")
 
 
 @dataclass(frozen=True)
