@@ -68,12 +68,14 @@ def recovered_tokens(
 ) -> Tensor:
     """For each draft token the token that replaces it if it is rejected, drawn from norm(max(0, p - q)).
 
-    draft_token_ids: [N]; target_probs: [N, V]; draft_probs: [N, V], None where drafts are certain (q is 1 on them).
+    draft_token_ids: [N], -1 where a request was padded and has none; target_probs: [N, V]; draft_probs: [N, V], None
+    where drafts are certain (q is 1 on them).
     """
     if not len(draft_token_ids):
         return torch.empty_like(draft_token_ids)
     if draft_probs is None:
-        residual = target_probs.scatter(1, draft_token_ids.long()[:, None], 0.0)
+        drafted = torch.arange(target_probs.shape[1], device=target_probs.device) == draft_token_ids[:, None]
+        residual = target_probs.masked_fill(drafted, 0.0)
     else:
         residual = (target_probs - draft_probs).clamp_(min=0)
     generators, row = {}, 0

@@ -9,6 +9,7 @@
 | head_rotary   | CPU   | queries of DeepSeek's attention are turned wrongly: the policy served is not the one given |
 | text_only     | any   | Qwen3.5 without eyes does not load without torchvision, for a function of its images       |
 | cpu_draws     | CPU   | every draw takes a random number per token of the vocabulary: most of a large batch   |
+| padded_drafts | any   | where a prompt of one token joins, all drafts of the batch are judged as certain: biased   |
 | draft_lengths | any   | draft lengths by batch size are fixed at the start: timing every k takes an engine each |
 
 vLLM is imported only inside functions: this module is read in every vLLM process, and by tests without it.
@@ -22,7 +23,7 @@ import logging
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +166,45 @@ def redraw_seeded(
             tokens[row] = (probs[row] / noise).argmax()
 
 
+def _apply_padded_drafts() -> None:
+    """Give a draft without a distribution one of zeros, by which it is rejected and its token drawn from the target.
+
+    vLLM 0.31.0 pads a request whose first step computes one token with draft ids of -1 where others are decoding
+    (`pad_spec_decode` in its scheduler). These have no row in the cache of draft distributions, for which
+    `GPUModelRunner._get_spec_decode_draft_probs` drops the rows of the whole batch: drafts that were sampled are then
+    accepted with p in place of p / q. Can go when it keeps them (vllm-project/vllm#44869 makes it an error).
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    stock = GPUModelRunner._get_spec_decode_draft_probs
+
+    @functools.wraps(stock)
+    def every_row(self: Any, spec_decode_metadata: Any) -> torch.Tensor | None:
+        if self._draft_probs is None or self._draft_prob_req_ids is None:
+            return None
+        drafted, requests = self._draft_prob_req_ids, self.input_batch.req_ids
+        return draft_rows(self._draft_probs, drafted, requests, spec_decode_metadata.num_draft_tokens)
+
+    _replace(GPUModelRunner, "_get_spec_decode_draft_probs", every_row)
+
+
+def draft_rows(
+    probs: torch.Tensor, drafted: Sequence[str], requests: Sequence[str], num_draft_tokens: Sequence[int]
+) -> torch.Tensor | None:
+    """Distributions [N, V] of the draft tokens of a batch, request by request; None where it has no draft.
+
+    probs: [B, K, V] of the requests `drafted`, [B], at the step before; requests, num_draft_tokens: [R], those of the
+    batch now and how many draft tokens each has, N in all. A request that was not drafted for gets zeros.
+    """
+    row_of = {request: row for row, request in enumerate(drafted)}
+    rows = []
+    for request, count in zip(requests, num_draft_tokens, strict=True):
+        if count:
+            row = row_of.get(request)
+            rows.append(probs.new_zeros(count, probs.shape[-1]) if row is None else probs[row, :count])
+    return torch.cat(rows) if rows else None
+
+
 def _apply_head_rotary() -> None:
     """The CPU operator takes [T, heads, width] for [T, heads * width] with wrong strides; it is given the latter."""
     from vllm import _custom_ops
@@ -216,6 +256,7 @@ PATCHES = (
     Patch("cpu_draws", False, lambda: on_cpu(), lambda: vllm_draws.apply(_replace)),
     Patch("seeded_drafts", False, lambda: not on_cpu(), _apply_seeded_drafts),  # cpu_draws gives them theirs
     Patch("head_rotary", False, lambda: on_cpu(), _apply_head_rotary),
+    Patch("padded_drafts", True, lambda: True, _apply_padded_drafts),
     Patch("draft_lengths", False, lambda: True, vllm_schedule.apply),
     Patch("text_only", False, lambda: importlib.util.find_spec("torchvision") is None, _apply_text_only),
 )

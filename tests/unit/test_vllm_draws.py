@@ -82,3 +82,13 @@ def test_recovered_tokens_of_a_request_come_from_its_generator_at_every_depth():
         return got[before:].tolist()
 
     assert tokens(5, before=2) == tokens(5, before=0) != tokens(6, before=2)
+
+
+def test_padding_is_recovered_from_the_target_itself():
+    torch.manual_seed(4)
+    ids = torch.full((NUM,), -1)
+    for draft in (None, torch.zeros(NUM, 3)):
+        tokens = recovered_tokens(
+            3, [3] * (NUM // 3) + [NUM % 3], None, ids, draft, Q.expand(NUM, 3), metadata(1), None
+        )
+        assert (share(tokens) - Q).abs().max() < 0.01

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bebop.engines import vllm_patches
-from bebop.engines.vllm_patches import PatchRefused, expand_batch_to_tokens, redraw_seeded, stats_of
+from bebop.engines.vllm_patches import PatchRefused, draft_rows, expand_batch_to_tokens, redraw_seeded, stats_of
 
 
 def test_expansion_repeats_each_value_for_its_own_tokens():
@@ -31,6 +31,20 @@ def test_expansion_replaces_greedy_temperature():
 def test_expansion_skips_requests_without_drafts():
     got = expand_batch_to_tokens(torch.tensor([3.0, 4.0, 5.0]), torch.tensor([0, 2, 2]), 2)
     assert torch.equal(got, torch.tensor([4.0, 4.0]))
+
+
+def test_three_requests_keep_their_own_draft_distributions_when_the_batch_is_reversed():
+    q = torch.rand(3, 2, 5)
+    got = draft_rows(q, ["a", "b", "c"], ["c", "b", "a"], [2, 1, 2])
+    assert torch.equal(got, torch.cat([q[2], q[1, :1], q[0]]))
+    assert torch.equal(draft_rows(q, ["a", "b", "c"], ["c", "a"], [0, 2]), q[0])
+    assert draft_rows(q, ["a", "b", "c"], ["c", "a"], [0, 0]) is None
+
+
+def test_a_request_without_a_draft_takes_no_distribution_from_the_others():
+    q = torch.rand(2, 3, 5)
+    got = draft_rows(q, ["a", "b"], ["b", "new", "a"], [3, 3, 2])
+    assert torch.equal(got, torch.cat([q[1], torch.zeros(3, 5), q[0, :2]]))
 
 
 def test_histogram_becomes_counts_per_depth():
