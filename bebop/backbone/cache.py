@@ -35,7 +35,7 @@ def cached(name: str, parts: Mapping[str, Any], make: Callable[[Path], None]) ->
     final = home / f"{name}-{content_hash(parts)}"
     if final.is_dir():
         return final
-    with _lock(home / f".{final.name}.lock"):
+    with file_lock(home / f".{final.name}.lock"):
         if not final.is_dir():
             unfinished = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=home))
             try:
@@ -49,7 +49,8 @@ def cached(name: str, parts: Mapping[str, Any], make: Callable[[Path], None]) ->
 
 
 @contextmanager
-def _lock(path: Path):
+def file_lock(path: Path):
+    """Hold the lock file `path` against other processes of this machine; the kernel frees it when its holder dies."""
     with path.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

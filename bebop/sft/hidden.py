@@ -9,7 +9,8 @@ They are the same for every epoch, so computing them once saves a backbone forwa
 | stream            | a backbone forward with every batch               | one or two epochs                        |
 
 The size is shown, and checked against the memory or disk that is free, before anything is computed. The file is written
-beside its place and moved there with its description, so that a killed run leaves nothing that looks whole; states are
+beside its place and moved there with its description, under a lock: two runs make it once, and a killed one leaves
+nothing that looks whole, nor for long what it had begun. States are
 kept in the backbone's own dtype and handed out in float32, which loses nothing.
 """
 
@@ -18,7 +19,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,8 +26,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from bebop.backbone import Backbone
+from bebop.backbone.cache import file_lock
 from bebop.data.distill import TextRow, fingerprint
 from bebop.sft.batches import IndexedBatch, TrainBatch, pack_rows, train_batch
 
@@ -84,11 +86,13 @@ class HiddenStates:
         return train_batch(indexed, hidden.float())
 
     def _fill(self, states: Tensor, rows: Sequence[TextRow], max_tokens: int) -> None:
-        done = 0
-        for batch in pack_rows(rows, range(len(rows)), max_tokens, depth=1):
-            hidden = self._compute(batch)
-            states[done : done + len(hidden)] = hidden.cpu()
-            done += len(hidden)
+        done, quiet = 0, torch.distributed.is_initialized() and torch.distributed.get_rank() != 0
+        with tqdm(total=len(states), desc="hidden states", unit="token", leave=False, disable=quiet) as bar:
+            for batch in pack_rows(rows, range(len(rows)), max_tokens, depth=1):
+                hidden = self._compute(batch)
+                states[done : done + len(hidden)] = hidden.cpu()
+                done += len(hidden)
+                bar.update(len(hidden))
 
     def _mapped(
         self, file: Path, rows: Sequence[TextRow], max_tokens: int, name: str, size: int, identity: str
@@ -102,27 +106,28 @@ class HiddenStates:
         about = file.with_suffix(".json")
         distributed = torch.distributed.is_initialized()
         if not distributed or torch.distributed.get_rank() == 0:
-            whole = about.exists() and json.loads(about.read_text()) == meta and file.stat().st_size == size
-            log.info("%s: hidden states %s %s, %s", name, "are read from" if whole else "go to", file, _human(size))
-            if not whole:
-                _check_room(name, "disk", size, shutil.disk_usage(file.parent).free)
-                about.unlink(missing_ok=True)
-                part = file.with_suffix(f".{os.getpid()}.part")
-                try:
-                    states = torch.from_file(
-                        str(part), shared=True, size=size // self._dtype.itemsize, dtype=self._dtype
-                    )
-                    self._fill(states.view(*meta["shape"]), rows, max_tokens)
-                    del states
-                    part.replace(file)
-                    described = about.with_suffix(f".{os.getpid()}.part")
+            with file_lock(file.with_suffix(".lock")):
+                whole = about.exists() and json.loads(about.read_text()) == meta and file.stat().st_size == size
+                log.info("%s: hidden states %s %s, %s", name, "are read from" if whole else "go to", file, _human(size))
+                if not whole:
+                    for left in file.parent.glob(f"{file.stem}*.part"):  # of a process that was killed
+                        left.unlink()
+                    _check_room(name, "disk", size, shutil.disk_usage(file.parent).free)
+                    about.unlink(missing_ok=True)
+                    self._make(file, rows, max_tokens, size)
+                    described = about.with_suffix(".part")
                     described.write_text(json.dumps(meta))
                     described.replace(about)
-                finally:
-                    part.unlink(missing_ok=True)
         if distributed and torch.distributed.get_world_size() > 1:
             torch.distributed.barrier()
         return self._map(file, shared=False)
+
+    def _make(self, file: Path, rows: Sequence[TextRow], max_tokens: int, size: int) -> None:
+        part = file.with_suffix(".part")
+        states = torch.from_file(str(part), shared=True, size=size // self._dtype.itemsize, dtype=self._dtype)
+        self._fill(states.view(self._bounds[-1], self._width), rows, max_tokens)
+        del states
+        part.replace(file)
 
     def _map(self, file: Path, *, shared: bool) -> Tensor:
         tokens = self._bounds[-1]
