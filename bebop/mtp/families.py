@@ -93,6 +93,16 @@ _NEXTN = {
     "norm": "shared_head.norm",
     "layer": "",
 }
+_NUMBERED: dict[str, Any] = {  # the head's layers are numbered on from the decoder's
+    "count_key": "num_nextn_predict_layers",
+    "prefix": "model.layers.{n}.",
+    "heads": "model.layers.",
+    "number": r"model\.layers\.(\d+)\.",
+    "proj": "eh_proj",
+    "parts": _NEXTN,
+    "shared": ("shared_head.head.weight", "embed_tokens.weight"),
+    "zero_at_start": True,
+}
 MIMO = Family(
     name="mimo",
     classes={"qwen2": "Qwen2"},
@@ -127,31 +137,8 @@ FAMILIES = (
         parts=_QWEN,
         rotary="TextRotaryEmbedding",
     ),
-    Family(
-        name="deepseek_v3",
-        classes={"deepseek_v3": "DeepseekV3"},
-        count_key="num_nextn_predict_layers",
-        prefix="model.layers.{n}.",
-        heads="model.layers.",
-        number=r"model\.layers\.(\d+)\.",
-        proj="eh_proj",
-        parts=_NEXTN,
-        shared=("shared_head.head.weight", "embed_tokens.weight"),
-        zero_at_start=True,
-    ),
-    Family(
-        name="glm4_moe",
-        classes={"glm4_moe": "Glm4Moe"},
-        count_key="num_nextn_predict_layers",
-        prefix="model.layers.{n}.",
-        heads="model.layers.",
-        number=r"model\.layers\.(\d+)\.",
-        proj="eh_proj",
-        parts=_NEXTN,
-        shared=("shared_head.head.weight", "embed_tokens.weight"),
-        zero_at_start=True,
-        chains_normed=False,
-    ),
+    Family(name="deepseek_v3", classes={"deepseek_v3": "DeepseekV3"}, **_NUMBERED),
+    Family(name="glm4_moe", classes={"glm4_moe": "Glm4Moe"}, chains_normed=False, **_NUMBERED),
 )
 
 
