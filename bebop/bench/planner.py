@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-MARGIN = 0.02  # a draft must promise at least this share more: t and AL are estimates, and k = 0 is sure
+MARGIN = 0.05  # a draft must promise at least this share more: t and AL are estimates some 5 % wide, and k = 0 is sure
 
 
 class StepLike(Protocol):
@@ -118,6 +118,28 @@ def choose(
         pays = best > 0 and speeds[best] >= (1.0 + margin) * max(plain, speeds[0])
         choices.append(Choice(batch, best if pays else 0, speeds, plain))
     return choices
+
+
+def schedule(
+    step_s: Mapping[int, Sequence[float]], plain_s: Mapping[int, float], rates: Sequence[float], margin: float = MARGIN
+) -> dict[int, int]:
+    """The k of every batch size from 1 to the largest measured, by `choose` on step times between the sizes measured.
+
+    A step's time is taken to be linear in the batch between two of them. Batches grow and shrink through all sizes,
+    and the k of a small one held up to the next measured size would be paid for there.
+    """
+    sizes = sorted(step_s)
+    every = range(1, sizes[-1] + 1)
+    between = {size: _between(step_s, sizes, size) for size in every}
+    plain = {size: _between({n: (plain_s[n],) for n in sizes}, sizes, size)[0] for size in every}
+    return {choice.batch_size: choice.k for choice in choose(between, plain, rates, margin)}
+
+
+def _between(times: Mapping[int, Sequence[float]], sizes: Sequence[int], size: int) -> tuple[float, ...]:
+    below = max((n for n in sizes if n <= size), default=sizes[0])
+    above = min(n for n in sizes if n >= size)
+    share = (size - below) / (above - below) if above > below else 0.0
+    return tuple(a + share * (b - a) for a, b in zip(times[below], times[above], strict=True))
 
 
 def floor_s(weights: Mapping[str, int], bytes_per_s: float, k: int, *, speculating: bool) -> float:

@@ -5,13 +5,15 @@ batch size (`bebop.bench.planner`) and written to schedule.json, which `rollout.
 that follows the schedule is measured against the one without speculation. A `rollout.draft_schedule` in the config is
 measured as it is.
 
-Both engines run at once and take turns in every repetition, so that a machine that slows down slows both. The requests
-of a batch start together and sample exactly `data.max_response_tokens` tokens; a turn of a small batch is several
-batches of other prompts, TURN_TOKENS at least. The median of the repetitions counts.
+Both engines run at once and take turns in every repetition, so that a machine that slows down slows both. A turn keeps
+one batch of requests in flight: the next starts when one ends, as in a rollout of more prompts than fit, TURN_BATCHES
+batches and TURN_TOKENS tokens at least. Each samples exactly `data.max_response_tokens` tokens. The median of the
+repetitions counts.
 """
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import json
 import statistics
@@ -32,16 +34,16 @@ from bebop.doctor.installed import device, installed
 from bebop.draft_schedule import from_sizes, k_for, text
 from bebop.engines import RolloutEngine, make_engine
 from bebop.monitor import print_table, write_summary
-from bebop.records import DraftCounts, Sampling
+from bebop.records import DraftCounts, Rollout, Sampling
 
-TURN_TOKENS = 384
+TURN_TOKENS, TURN_BATCHES = 384, 3
 
 
 @dataclass(frozen=True)
 class Measured:
     """One line of bench.csv. Speeds are response tokens per second over all requests, median and range of repeats.
 
-    tokens_per_s: of whole batches, prefill and the thinning end with them; decode_tokens_per_s: of the steps in which
+    tokens_per_s: of whole turns, prefill and the thinning end with them; decode_tokens_per_s: of the steps in which
     the whole batch decodes (vLLM only), which is what the planner predicts. acceptance_length: pooled over the repeats,
     1 + accepted / drafts; None where nothing was drafted. k: drafts per step of a full batch.
     """
@@ -90,7 +92,7 @@ def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
             found = probe(engines["none"], engines["mtp"], batches, _sampling(config))
             planned = planner.choose(found.step_s, found.plain_s, found.accepted)
             choices = {choice.batch_size: choice for choice in planned}
-            schedule = from_sizes({choice.batch_size: choice.k for choice in planned})
+            schedule = from_sizes(planner.schedule(found.step_s, found.plain_s, found.accepted))
             summary |= _write_plan(config, run_dir, policy_dir, found, planned, schedule)
             engines["mtp"].set_draft_schedule(schedule)
         rows = [
@@ -237,16 +239,26 @@ def _speeds(
 ) -> tuple[float, float | None]:
     """Tokens per second of one turn: of everything, and of the steps in which all `size` requests decode."""
     sampling = _sampling(config)
-    rounds = -(-TURN_TOKENS // (size * sampling.max_tokens)) if turn >= 0 else 1
+    rounds = max(TURN_BATCHES, -(-TURN_TOKENS // (size * sampling.max_tokens))) if turn >= 0 else 1
+    chosen = [prompt for n in range(rounds) for prompt in _batch(prompts, size, max(turn, 0) * rounds + n)]
     steps = getattr(engine, "take_steps", None)
     if steps:
         steps()
-    num_tokens, started = 0, time.perf_counter()
-    for number in range(rounds):
-        rollouts = engine.generate(_batch(prompts, size, max(turn, 0) * rounds + number), sampling)
-        num_tokens += sum(len(rollout.token_ids) for rollout in rollouts)
-    whole = num_tokens / (time.perf_counter() - started)
+    started = time.perf_counter()
+    rollouts = asyncio.run(_keep_full(engine, chosen, sampling, size))
+    whole = sum(len(rollout.token_ids) for rollout in rollouts) / (time.perf_counter() - started)
     return whole, planner.full_steps(steps(), size).tokens_per_s if steps else None
+
+
+async def _keep_full(engine: RolloutEngine, prompts: list[list[int]], sampling: Sampling, size: int) -> list[Rollout]:
+    """Sample a response to each prompt, `size` at a time."""
+    room = asyncio.Semaphore(size)
+
+    async def one(prompt: list[int]) -> Rollout:
+        async with room:
+            return await engine.agenerate(prompt, sampling)
+
+    return await asyncio.gather(*map(one, prompts))
 
 
 def _sampling(config: BenchConfig) -> Sampling:

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from bebop.bench import plan_plot
-from bebop.bench.planner import MARGIN, acceptance, acceptance_lengths, choose, floor_s, full_steps
+from bebop.bench.planner import MARGIN, acceptance, acceptance_lengths, choose, floor_s, full_steps, schedule
 from bebop.bench.probe import difference, memory_bytes_per_s, weight_bytes
 from bebop.engines.base import Step
 from bebop.records import DraftCounts
@@ -42,6 +42,16 @@ def test_a_gain_within_the_margin_is_left_alone(gain, k):
 def test_a_gain_over_the_drafting_engines_own_plain_steps_alone_does_not_count():
     (choice,) = choose({4: (1.2, 1.5)}, {4: 1.0}, (0.4,))  # 1.4 / 1.5 beats 1 / 1.2, not 1 / 1.0
     assert choice.k == 0
+
+
+def test_between_two_sizes_step_times_are_interpolated_and_not_the_smaller_ones_k_kept():
+    step_s, plain_s = {1: (1.0, 1.2), 8: (1.0, 1.9)}, {1: 1.0, 8: 1.0}
+    found = schedule(step_s, plain_s, (0.5,))
+    assert list(found) == list(range(1, 9))
+    pays = [size for size in found if 1.5 / (1.2 + 0.1 * (size - 1)) >= 1 + MARGIN]
+    assert pays == [1, 2, 3]
+    assert [size for size, k in found.items() if k] == pays
+    assert schedule({4: (1.0, 1.2)}, {4: 1.0}, (0.5,)) == {1: 1, 2: 1, 3: 1, 4: 1}
 
 
 def steps(*entries):
