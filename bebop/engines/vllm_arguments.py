@@ -10,6 +10,8 @@ from bebop.config import RolloutSection
 from bebop.engines import vllm_patches
 from bebop.engines.base import EngineRefused
 from bebop.engines.schedule import vllm_ranges
+from bebop.mtp.checkpoint import read_config
+from bebop.mtp.families import decoder_config
 from bebop.records import Sampling
 
 # vLLM 0.31.0 applies these to the first token of a verification step only, or not at all
@@ -39,6 +41,14 @@ def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dt
             "kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30),
             "distributed_executor_backend": "uni",
         }
+        if _has_delta_nets(policy_dir):
+            # vLLM 0.31: prefix caching of their states takes chunked prefill, their kernels bfloat16
+            arguments["enable_prefix_caching"] = False
+            if dtype != "bfloat16":
+                raise EngineRefused(
+                    f"model.dtype={dtype}: {policy_dir} has linear-attention layers, which vLLM 0.31 runs in bfloat16 "
+                    "alone on a CPU; set model.dtype=bfloat16"
+                )
     else:
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     if rollout.speculation == "mtp":
@@ -53,6 +63,14 @@ def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dt
             "per_request_spec_decode_metrics": "detailed",
         }
     return arguments
+
+
+def _has_delta_nets(policy_dir: Path) -> bool:
+    """Whether the policy's decoder mixes linear attention in (Qwen3-Next, Qwen3.5; every fourth layer where nothing
+    else is said)."""
+    config = decoder_config(read_config(policy_dir))
+    kinds = config.get("layer_types")
+    return "linear_attention" in kinds if kinds else "linear_num_value_heads" in config
 
 
 def refuse_block(rollout: RolloutSection, *, on_cpu: bool, v2_runner: bool) -> None:

@@ -70,6 +70,7 @@ def test_the_engine_is_told_the_schedule_and_eval_refuses_it(tmp_path):
     from bebop.overrides import parse as words
 
     rollout = RolloutSection(draft_schedule={"1-4": 2, "5+": 0}, max_num_seqs=8)
+    (tmp_path / "config.json").write_text("{}")
     told = engine_arguments(rollout, tmp_path, seed=0, dtype="float32")["speculative_config"]
     assert told["num_speculative_tokens_per_batch_size"] == [[1, 4, 2], [5, 8, 0]]
     asked = words("eval", ["rollout.draft_schedule={1-4:2,5+:0}"])

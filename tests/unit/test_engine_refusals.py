@@ -11,7 +11,13 @@ from bebop.config import ConfigError, RolloutSection
 from bebop.engines import EngineRefused, check_policy
 from bebop.engines.environment import GENERAL, applied, cpu_environment, last_error, missing
 from bebop.engines.replace import replace_tensors
-from bebop.engines.vllm_arguments import NOT_WITH_SPECULATION, refuse_block, sampling_values, stamp
+from bebop.engines.vllm_arguments import (
+    NOT_WITH_SPECULATION,
+    engine_arguments,
+    refuse_block,
+    sampling_values,
+    stamp,
+)
 from bebop.engines.vllm_worker import named_views
 from bebop.records import Sampling
 
@@ -27,6 +33,25 @@ def test_draft_longer_than_the_head_was_trained_names_both_numbers_and_keys(tmp_
         check_policy(RolloutSection(num_speculative_tokens=4), policy(tmp_path, depth=3))
     for part in ("rollout.num_speculative_tokens", "4", "sft.depth", "3"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "mixed"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention"]}, True),
+        ({"text_config": {"linear_num_value_heads": 8}}, True),
+        ({"layer_types": ["full_attention"], "linear_num_value_heads": 8}, False),
+        ({}, False),
+    ],
+)
+def test_delta_nets_on_a_cpu_are_served_in_bfloat16_alone(tmp_path, monkeypatch, config, mixed):
+    monkeypatch.setattr("bebop.engines.vllm_patches.on_cpu", lambda: True)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = engine_arguments(RolloutSection(), tmp_path, seed=0, dtype="bfloat16")
+    assert ("enable_prefix_caching" in told) == mixed
+    if mixed:
+        with pytest.raises(EngineRefused, match=r"model.dtype=float32: .* set model.dtype=bfloat16"):
+            engine_arguments(RolloutSection(), tmp_path, seed=0, dtype="float32")
 
 
 def test_draft_as_long_as_trained_or_untrained_head_passes(tmp_path):

@@ -1,4 +1,7 @@
-"""A tiny trained policy of a family whose heads both sides train: Qwen3.5, dense, with gated delta net layers.
+"""A tiny trained policy of a family whose heads both sides train: Qwen3.5, dense.
+
+All its layers have full attention: vLLM 0.31 serves gated delta nets on a CPU in bfloat16 alone, and the engine is to
+run the float32 that heads are scored in.
 
 Size and training are those of bebop's own tiny policy (`model.tiny`): worked solutions, then frozen.
 """
@@ -19,7 +22,7 @@ from bebop.data.tokenizer import load_tokenizer, write_tiny_tokenizer
 from bebop.mtp import claimed_layers, family_of, head_state, init_heads, write_checkpoint
 from bebop.mtp.checkpoint import read_config
 
-VERSION = 1  # raise when a change to the code makes other policies of the same config
+VERSION = 2  # raise when a change to the code makes other policies of the same config
 BOTH = ("qwen3_next", "qwen3_5")  # families that speculators 0.9.0 trains native heads of, and bebop too
 NUM_MEASURED = 64
 
@@ -58,6 +61,7 @@ def _make(model: Model, seed: int, directory: Path) -> None:
         intermediate_size=tiny.intermediate_size,
         end_id=tokenizer.eos_token_id,
         pad_id=tokenizer.pad_token_id,
+        linear_layers=False,
     )
     network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     init_weights(network, seed)
