@@ -7,7 +7,7 @@ measured as it is.
 
 Both engines run at once and take turns in every repetition, so that a machine that slows down slows both. A turn keeps
 one batch of requests in flight: the next starts when one ends, as in a rollout of more prompts than fit, TURN_BATCHES
-batches and TURN_TOKENS tokens at least. Each samples exactly `data.max_response_tokens` tokens. The median of the
+batches and TURN_TOKENS tokens at least, each to its own end or `data.max_response_tokens`. The median of the
 repetitions counts.
 """
 
@@ -36,7 +36,7 @@ from bebop.engines import RolloutEngine, make_engine
 from bebop.monitor import print_table, write_summary
 from bebop.records import DraftCounts, Rollout, Sampling
 
-TURN_TOKENS, TURN_BATCHES = 384, 3
+TURN_TOKENS, TURN_BATCHES = 384, 2
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
         schedule = rollout.draft_schedule or {"1+": rollout.num_speculative_tokens}
         if plans:
             batches = {size: _batch(prompts, size, 0) for size in config.bench.batch_sizes}
-            found = probe(engines["none"], engines["mtp"], batches, _sampling(config))
+            found = probe(engines["none"], engines["mtp"], batches, _sampling(config, ignore_eos=True))
             planned = planner.choose(found.step_s, found.plain_s, found.accepted)
             choices = {choice.batch_size: choice for choice in planned}
             schedule = from_sizes(planner.schedule(found.step_s, found.plain_s, found.accepted))
@@ -261,14 +261,14 @@ async def _keep_full(engine: RolloutEngine, prompts: list[list[int]], sampling: 
     return await asyncio.gather(*map(one, prompts))
 
 
-def _sampling(config: BenchConfig) -> Sampling:
+def _sampling(config: BenchConfig, *, ignore_eos: bool = False) -> Sampling:
     return Sampling(
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
         top_k=config.rollout.top_k,
         max_tokens=config.data.max_response_tokens,
         logprobs=True,
-        ignore_eos=True,
+        ignore_eos=ignore_eos,
     )
 
 
