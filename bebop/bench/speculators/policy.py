@@ -13,18 +13,15 @@ from typing import Any
 
 from bebop.backbone import prepare_policy
 from bebop.backbone.cache import cached
-from bebop.backbone.measure import measure
 from bebop.backbone.pretrain import init_weights, train_tiny
 from bebop.backbone.random_family import family_config
 from bebop.config import ConfigError, Model
-from bebop.data import make_prompts
 from bebop.data.tokenizer import load_tokenizer, write_tiny_tokenizer
 from bebop.mtp import claimed_layers, family_of, head_state, init_heads, write_checkpoint
 from bebop.mtp.checkpoint import read_config
 
 VERSION = 2  # raise when a change to the code makes other policies of the same config
 BOTH = ("qwen3_next", "qwen3_5")  # families that speculators 0.9.0 trains native heads of, and bebop too
-NUM_MEASURED = 64
 
 
 def shared_policy(model: Model, seed: int) -> Path:
@@ -66,9 +63,7 @@ def _make(model: Model, seed: int, directory: Path) -> None:
     network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     init_weights(network, seed)
     training = train_tiny(network, tokenizer, tiny, seed)
-    prompts = make_prompts(tiny.tasks, NUM_MEASURED, seed, "eval", solutions=False)
-    skill = measure(network, tokenizer, prompts, temperature=1.0, seed=seed)
     network.save_pretrained(directory)
-    provenance = {"made_by": "bebop.bench.speculators", "seed": seed, "training": training, "skill": skill}
+    provenance = {"made_by": "bebop.bench.speculators", "seed": seed, "training": training}
     heads = head_state(init_heads(directory, model.mtp_init, seed))
     write_checkpoint(directory, directory, heads, provenance)
