@@ -70,20 +70,6 @@ class Acceptance:
         }
 
 
-def score(
-    head: MtpHead,
-    batches: Iterable[TrainBatch],
-    embed_weight: Tensor,
-    lm_head_weight: Tensor,
-    *,
-    depth: int,
-    temperature: float,
-) -> Acceptance:
-    """Score the heads on batches of text. Raises ValueError where the batches have no anchor."""
-    found = statistics(head, batches, embed_weight, lm_head_weight, depth=depth, temperature=temperature)
-    return acceptance_of(found, temperature)
-
-
 @torch.no_grad()
 def statistics(
     head: MtpHead,
@@ -94,7 +80,7 @@ def statistics(
     depth: int,
     temperature: float,
 ) -> dict[str, Tensor]:
-    """`anchor_statistics` [K,N] of the heads over all batches. Raises ValueError where they have no anchor."""
+    """`anchor_statistics` [K,N] of the heads over all batches of text. Raises ValueError where they have no anchor."""
     drafts = ((anchor_rows(head, batch, embed_weight, depth), batch) for batch in batches)
     return join([anchor_statistics(rows, batch, lm_head_weight, temperature=temperature) for rows, batch in drafts])
 

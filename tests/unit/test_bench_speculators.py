@@ -18,7 +18,7 @@ from bebop.data.distill import TextRow
 from bebop.mtp import draft_hidden, load_heads
 from bebop.sft.batches import pack_rows
 from bebop.sft.hidden import HiddenStates
-from bebop.sft.scoring import score
+from bebop.sft.scoring import acceptance_of, statistics
 
 DEPTH, VOCAB = 3, 61
 INSTALLED = importlib.util.find_spec(rival.PACKAGE) is not None
@@ -60,7 +60,7 @@ def test_documents_pool_to_the_acceptance_that_training_reports(policy, text):
     weights = (backbone.embed_weight, backbone.lm_head_weight)
     head = load_heads(policy)
     ours = score_documents(head, batches, *weights, depth=DEPTH, temperature=0.8)
-    reported = score(head, batches, *weights, depth=DEPTH, temperature=0.8)
+    reported = acceptance_of(statistics(head, batches, *weights, depth=DEPTH, temperature=0.8), 0.8)
     assert len(ours.length.count) == 5 and ours.length.count.sum() == reported.num_anchors
     assert ours.length.value == pytest.approx(reported.acceptance_length, abs=1e-6)
     assert [each.value for each in ours.accepted] == pytest.approx(reported.accepted, abs=1e-6)

@@ -13,7 +13,8 @@ P, Q = [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]
 
 def test_statistics_of_known_distributions():
     """Logits are log-probabilities and the vocabulary matrix is the identity."""
-    draft, target = torch.tensor(Q).log().expand(1, 3, 3), torch.tensor(P).log().expand(1, 3, 3)
+    draft = torch.tensor(Q).log().expand(1, 3, 3)
+    target = (torch.tensor([P[::-1], P]).log(), torch.ones(1, 3, dtype=torch.long))  # every draft's is the second row
     tokens = torch.tensor([[0, 1, 2]])
     found = scoring._statistics(draft, target, tokens, torch.eye(3), 1.0)
     assert found["alpha"].tolist() == [pytest.approx([0.6] * 3)]
