@@ -7,40 +7,21 @@ with TRITON_INTERPRET=1. So does `TRITON_INTERPRET=1 pytest tests/helpers/triton
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import bebop_kernels as bk
+import kernel_cases
 import pytest
 import torch
 from bebop_kernels import oracle
+from kernel_cases import pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
-def both(draft, target, temperature=1.0, scale=None):
-    """(alpha, gradient) of triton and of the reference."""
-    results = []
-    for impl in ("triton", "reference"):
-        leaf = draft.clone().requires_grad_()
-        alpha = bk.tv_overlap(leaf, target, temperature=temperature, impl=impl)
-        (alpha * (torch.arange(1.0, 1 + len(alpha)) if scale is None else scale)).sum().backward()
-        results.append((alpha.detach(), leaf.grad))
-    return results
-
-
-def assert_equal(draft, target, temperature=1.0, atol=1e-6, scale=None):
-    (alpha, grad), (expected, expected_grad) = both(draft, target, temperature, scale)
-    torch.testing.assert_close(alpha, expected, atol=atol, rtol=1e-5)
-    assert grad.dtype == draft.dtype and grad.isfinite().all()
-    ulp = {torch.float32: 1e-5, torch.bfloat16: 1 / 128, torch.float16: 1 / 1024}[draft.dtype]
-    torch.testing.assert_close(grad.float(), expected_grad.float(), atol=atol, rtol=ulp)
-    return alpha, grad
-
-
-def pair(rows, vocab, dtype=torch.float32, noise=0.5, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    target = torch.randn(rows, vocab, generator=generator) * 2
-    draft = target + noise * torch.randn(rows, vocab, generator=generator)
-    return draft.to(dtype), target.to(dtype)
+alpha_and_grad = partial(kernel_cases.alpha_and_grad, impl="triton")
+assert_equal = partial(kernel_cases.assert_like_reference, "triton")
+check_statistics = partial(kernel_cases.assert_statistics_like_reference, "triton", tolerance=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -67,46 +48,14 @@ def test_a_common_shift_of_a_thousand_turns_no_sign():
     draft, target = pair(4, 2000, noise=1e-3)
     # Logits that a shift leaves exact: what remains is the kernel's own rounding.
     draft, target = ((x * 2**10).round() / 2**10 for x in (draft, target))
-    grads = [both(draft + shift, target + shift)[0][1] for shift in (0.0, 1000.0, -1000.0)]
+    grads = [alpha_and_grad(draft + shift, target + shift)[1] for shift in (0.0, 1000.0, -1000.0)]
     assert (grads[0] != 0).any()
     for grad in grads[1:]:
         torch.testing.assert_close(grad, grads[0], atol=0, rtol=0)
 
 
-class TestMinusInfinity:
-    def test_in_both_rows_one_row_and_a_whole_first_tile(self):
-        draft, target = pair(5, 6000, noise=0.15)
-        draft[0, 40:80] = target[0, 40:80] = -torch.inf
-        draft[1, 5000:] = -torch.inf
-        target[2, ::2] = -torch.inf
-        draft[3, :4096] = target[3, :4096] = -torch.inf
-        draft[4, :5999] = -torch.inf
-        alpha, grad = assert_equal(draft, target)
-        assert (grad[draft == -torch.inf] == 0).all()
-        assert alpha[3] > 0.9
-
-    def test_throughout_a_row_means_no_overlap_and_no_gradient(self):
-        draft, target = torch.zeros(3, 4), torch.zeros(3, 4)
-        draft[0] = target[1] = draft[2] = target[2] = -torch.inf
-        alpha, grad = assert_equal(draft, target)
-        assert (alpha == 0).all() and (grad == 0).all()
-
-    def test_in_statistics(self):
-        draft, target = pair(4, 500)
-        draft[0] = -torch.inf
-        target[1, 3:90] = -torch.inf
-        draft[2, 7] = -torch.inf
-        check_statistics(draft, target, 1.0)
-
-
-def check_statistics(draft, target, temperature):
-    tokens = torch.arange(len(draft)) % draft.shape[1]
-    fields = [
-        bk.tv_statistics(draft, target, tokens=tokens, temperature=temperature, impl=impl)
-        for impl in ("triton", "reference")
-    ]
-    for name, got, expected in zip(bk.TvStatistics._fields, *fields, strict=True):
-        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+class TestMinusInfinity(kernel_cases.MinusInfinity):
+    impl, grad_atol, tolerance = "triton", 1e-6, 2e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -189,7 +138,8 @@ def test_rows_beyond_element_two_to_the_31():
     leaf = draft.requires_grad_()
     alpha = bk.tv_overlap(leaf, target, impl="triton")
     (grad,) = torch.autograd.grad(alpha.sum(), leaf)
-    (_, _), (expected, expected_grad) = both(draft.detach().contiguous(), target.contiguous(), scale=torch.ones(4))
+    inputs = (draft.detach().contiguous(), target.contiguous())
+    expected, expected_grad = kernel_cases.alpha_and_grad(*inputs, "reference", scale=torch.ones(4))
     torch.testing.assert_close(alpha.detach(), expected)
     torch.testing.assert_close(grad, expected_grad, atol=1e-4, rtol=1e-3)
 

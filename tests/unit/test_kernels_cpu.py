@@ -6,47 +6,21 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import bebop_kernels as bk
+import kernel_cases
 import pytest
 import torch
 from bebop_kernels import cpu_linear, cpu_threads, dispatch, naive, oracle
+from kernel_cases import pair
 
 CPU = torch.device("cpu")
 
 
-def pair(rows, vocab, dtype=torch.float32, noise=0.5, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    target = torch.randn(rows, vocab, generator=generator) * 2
-    draft = target + noise * torch.randn(rows, vocab, generator=generator)
-    return draft.to(dtype), target.to(dtype)
-
-
-def alpha_and_grad(draft, target, impl="cpu", temperature=1.0):
-    leaf = draft.detach().requires_grad_()
-    alpha = bk.tv_overlap(leaf, target, temperature=temperature, impl=impl)
-    (alpha * torch.arange(1.0, 1 + len(alpha))).sum().backward()
-    return alpha.detach(), leaf.grad
-
-
-def assert_equal(draft, target, temperature=1.0):
-    alpha, grad = alpha_and_grad(draft, target, "cpu", temperature)
-    expected, expected_grad = alpha_and_grad(draft, target, "reference", temperature)
-    torch.testing.assert_close(alpha, expected, atol=1e-6, rtol=1e-5)
-    assert grad.dtype == draft.dtype and grad.isfinite().all()
-    ulp = {torch.float32: 1e-5, torch.bfloat16: 1 / 128, torch.float16: 1 / 1024}[draft.dtype]
-    torch.testing.assert_close(grad.float(), expected_grad.float(), atol=2e-6, rtol=ulp)
-    return alpha, grad
-
-
-def check_statistics(draft, target, temperature=1.0):
-    tokens = torch.arange(len(draft)) % draft.shape[1]
-    fields = [
-        bk.tv_statistics(draft, target, tokens=tokens, temperature=temperature, impl=impl)
-        for impl in ("cpu", "reference")
-    ]
-    for name, got, expected in zip(bk.TvStatistics._fields, *fields, strict=True):
-        torch.testing.assert_close(got, expected, atol=5e-6, rtol=5e-6, msg=lambda m, name=name: f"{name}: {m}")
+alpha_and_grad = partial(kernel_cases.alpha_and_grad, impl="cpu")
+assert_equal = partial(kernel_cases.assert_like_reference, "cpu", grad_atol=2e-6)
+check_statistics = partial(kernel_cases.assert_statistics_like_reference, "cpu")
 
 
 @pytest.mark.parametrize("vocab", [5, 127, 129, 1000, 32000, 49152, 151936, 250880])
@@ -91,30 +65,8 @@ def test_a_common_shift_of_a_thousand_turns_no_sign():
     assert torch.equal(alpha, shifted_alpha) and torch.equal(grad, shifted_grad)
 
 
-class TestMinusInfinity:
-    def test_in_both_rows_one_row_and_a_whole_first_tile(self):
-        draft, target = pair(5, 6001, noise=0.15)
-        draft[0, 40:80] = target[0, 40:80] = -torch.inf
-        draft[1, 5000:] = -torch.inf
-        target[2, ::2] = -torch.inf
-        draft[3, :4096] = target[3, :4096] = -torch.inf
-        draft[4, :6000] = -torch.inf
-        alpha, grad = assert_equal(draft, target)
-        assert (grad[draft == -torch.inf] == 0).all()
-        assert alpha[3] > 0.9
-
-    def test_throughout_a_row_means_no_overlap_and_no_gradient(self):
-        draft, target = torch.zeros(3, 4), torch.zeros(3, 4)
-        draft[0] = target[1] = draft[2] = target[2] = -torch.inf
-        alpha, grad = assert_equal(draft, target)
-        assert (alpha == 0).all() and (grad == 0).all()
-
-    def test_in_statistics(self):
-        draft, target = pair(4, 500)
-        draft[0] = -torch.inf
-        target[1, 3:90] = -torch.inf
-        draft[2, 7] = -torch.inf
-        check_statistics(draft, target)
+class TestMinusInfinity(kernel_cases.MinusInfinity):
+    impl, grad_atol, tolerance = "cpu", 2e-6, 5e-6
 
 
 def test_differences_beyond_the_range_of_the_exponential():
@@ -315,7 +267,9 @@ def linear_inputs():
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    started = [subprocess.Popen([sys.executable, __file__, str(rank), str(folder)]) for rank in range(3)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    commands = [[sys.executable, __file__, str(rank), str(folder)] for rank in range(3)]
+    started = [subprocess.Popen(command, env=environment) for command in commands]
     assert [process.wait(timeout=200) for process in started] == [0, 0, 0]
     return folder
 
