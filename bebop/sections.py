@@ -108,7 +108,7 @@ class Loss(Section):
     # came with the policy. TV losses learn slowly from cold heads, -log alpha (lk) fast
     warmup: LossName | Literal["auto"] | None = "auto"
     # share of the steps that use `warmup`
-    warmup_share: float = Field(0.3, ge=0, le=1)
+    warmup_share: float = Field(0.6, ge=0, le=1)
     # temperature inside the loss; the rollout's
     temperature: float = Field(1.0, gt=0)
     # clamp of the loss from above, applied by autograd (gradient 0 where it clamps); null: off
@@ -135,7 +135,7 @@ class Sft(Section):
     # steps before them, for fresh heads alone, that regress the head's output on the backbone's hidden states; without
     # a vocabulary in it, such a step costs a fraction of the loss's
     regression_steps: int = Field(0, ge=0)
-    # adamw, or muon: orthogonalised momentum for the matrices, AdamW at a tenth of the rate for the rest
+    # adamw, or muon: orthogonalised momentum for matrices, scaled to the size of AdamW's updates, AdamW for the rest
     optimizer: Literal["adamw", "muon"] = "adamw"
     # peak learning rate of the heads
     lr: float = Field(2e-3, gt=0)
@@ -145,7 +145,7 @@ class Sft(Section):
     lr_warmup_share: float = Field(0.08, ge=0, le=1)
     # decoupled weight decay
     weight_decay: float = Field(0.0, ge=0)
-    # gradient norm clip; muon takes none, its updates have the same size whatever the gradient's
+    # clip of the gradient's norm; with muon, of every parameter's, at grad_clip / sqrt(parameters), before the momentum
     grad_clip: float = Field(1.0, gt=0)
     # tokens per packed micro-batch and process
     batch_tokens: int = Field(4096, ge=64)

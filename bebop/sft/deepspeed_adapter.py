@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-ADAMW_SHARE = 0.1  # beside Muon: AdamW's learning rate, for what is no matrix, as a share of Muon's
+ADAMW_RMS = 0.2  # root mean square of AdamW's updates, per unit of learning rate
 LAST = "last.json"  # names the newest complete checkpoint; replaced atomically, after the checkpoint is whole
 
 
@@ -28,8 +28,8 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """DeepSpeed's own config. torch's AdamW: DeepSpeed's CPU Adam is compiled on first use, for minutes.
 
-    DeepSpeed orthogonalises Muon's matrices before it clips: a clip would shrink updates, not gradients, so there is
-    none. Its ZeRO-3 has Muon without reduce-scatter only.
+    DeepSpeed orthogonalises Muon's matrices before it clips: its clip would shrink updates, not gradients, so Muon gets
+    ParameterClip instead. Its ZeRO-3 has Muon without reduce-scatter only.
     """
     params = {"lr": lr, "weight_decay": weight_decay, "betas": [0.9, 0.95], "torch_adam": True}
     zero = {"stage": zero_stage, "overlap_comm": False}
@@ -68,20 +68,60 @@ def init_process_group(device: str, rendezvous: Path, rank: int, world_size: int
     )
 
 
+class ParameterClip:
+    """Clips every parameter's gradient of a micro-batch, the mean over its anchors, as autograd hands it over.
+
+    Muon's momentum weighs steps by the size of their gradients, and those of fresh heads are ten times the later ones:
+    unclipped, the first steps steer it for dozens. What comes after has no say in an update's size, so the clip is by
+    parameter and needs no norm over all: grad_clip / sqrt(parameters) each, grad_clip for all together.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], grad_clip: float) -> None:
+        self._limit = grad_clip / len(parameters) ** 0.5
+        self.weight = 1.0  # what the micro-batch's mean is multiplied with on its way
+        for parameter in parameters:
+            parameter.register_hook(self._clip)
+
+    def _clip(self, gradient: torch.Tensor) -> torch.Tensor:
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        return gradient * (self.weight * self._limit / norm.clamp(min=self.weight * self._limit)).to(gradient.dtype)
+
+
 class Trainer:
     """DeepSpeed's engine around `module`, whose forward(batch) returns (mean loss, detached per-depth values)."""
 
-    def __init__(self, module: torch.nn.Module, config: Mapping[str, Any]) -> None:
+    def __init__(self, module: torch.nn.Module, config: Mapping[str, Any], grad_clip: float = 1.0) -> None:
+        """grad_clip: Muon's, see ParameterClip; AdamW's is in the config."""
         import deepspeed
 
         parameters = [p for p in module.parameters() if p.requires_grad]
-        self.engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=dict(config))
         self._muon = config["optimizer"]["type"] == "Muon"
+        self._clip = ParameterClip(parameters, grad_clip) if self._muon else None
+        self._lr_scale: dict[str, float] = {}  # by name of the optimizer's group; 1 where it is not named
+        groups = self._by_columns(parameters, config["optimizer"]["params"]) if self._muon else parameters
+        self.engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=dict(config))
         self.zero_stage: int = config["zero_optimization"]["stage"]
         if self.zero_stage == 3:
             _gather_frozen_with_parent(module)
         self.grad_accum: int = config["gradient_accumulation_steps"]
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def _by_columns(self, parameters: list[torch.nn.Parameter], params: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Groups for Muon, in which a matrix of C columns gets ADAMW_RMS sqrt(C) times the learning rate (Moonshot AI,
+        arXiv 2502.16982): one learning rate then suits matrices of any shape, and AdamW's parameters.
+
+        DeepSpeed's update of a matrix [R, C] is an orthogonal one times sqrt(max(1, R / C)), so its root mean square is
+        1 / sqrt(C). Weight decay stays lr times weight_decay.
+        """
+        groups: dict[str, list[torch.nn.Parameter]] = {}
+        for parameter in parameters:
+            groups.setdefault(f"columns_{parameter.shape[-1] if parameter.ndim > 1 else 0}", []).append(parameter)
+        found = []
+        for name, members in groups.items():
+            scale = ADAMW_RMS * members[0].shape[-1] ** 0.5 if members[0].ndim > 1 else 1.0
+            self._lr_scale[f"{name}-muon-params"] = scale
+            found.append({"params": members, "name": name, "weight_decay": params["weight_decay"] / scale})
+        return found
 
     def step(self, batches: Sequence[Any], counts: Sequence[int], total: int, lr: float) -> torch.Tensor:
         """One optimizer step over this rank's micro-batches.
@@ -90,9 +130,11 @@ class Trainer:
         Returns [1+W] float32: loss and the module's W values, means over all `total` anchors, the same on every rank.
         """
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr * (1.0 if group.get("use_muon", True) else ADAMW_SHARE)
+            group["lr"] = lr * self._lr_scale.get(group.get("name", ""), 1.0)
         mean: torch.Tensor | None = None
         for batch, count in zip(batches, counts, strict=True):
+            if self._clip:
+                self._clip.weight = max(count, 1) * self.world_size / total
             loss, values = self.engine(batch)
             self.engine.backward(loss * (count * self.grad_accum * self.world_size / total))
             self.engine.step()  # updates on the last micro-batch only

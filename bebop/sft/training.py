@@ -55,7 +55,7 @@ class Training:
             compute_dtype=getattr(torch, self.sft.compute_dtype),
             activation_checkpointing=self.sft.activation_checkpointing,
         )
-        self.trainer = Trainer(self.objective, _deepspeed(job))
+        self.trainer = Trainer(self.objective, _deepspeed(job), self.sft.grad_clip)
         self.data = TextData(
             job.text_dir,
             backbone,

@@ -45,20 +45,92 @@ trainer.close()
 """
 
 
-def test_uneven_micro_batches_give_the_gradient_of_one_mean(tmp_path):
-    """3 micro-batches of 2, 7 and 1 anchors; the given learning rate is the one used; nothing is compiled."""
-    env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"), "PATH": "/nonexistent"}
+MUON = """
+import copy, json, sys
+from pathlib import Path
+import torch
+from bebop.sft.deepspeed_adapter import Trainer, deepspeed_config, init_process_group
+
+class Toy(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.tall = torch.nn.Linear(48, 16, bias=False), torch.nn.Linear(16, 32)
+    def forward(self, batch):
+        errors = (self.tall(torch.tanh(self.wide(batch))) - batch[:, :32]).square().sum(1)
+        return errors.mean(), errors.detach().mean().reshape(1)
+
+CLIP, LR, DECAY, STEPS = 0.1, 0.02, 0.1, 12
+torch.manual_seed(0)
+start = Toy()
+counts = (2, 7, 1)
+# the first steps' gradients are a hundred times the later ones'
+steps = [[torch.randn(n, 48) * (5.0 if i < 2 else 0.5) for n in counts] for i in range(STEPS)]
+
+def by_torch(clip):
+    toy = copy.deepcopy(start)
+    optimizers = [
+        torch.optim.Muon([p for p in toy.parameters() if p.ndim == 2], lr=LR, weight_decay=DECAY, momentum=0.95,
+                         adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([p for p in toy.parameters() if p.ndim < 2], lr=LR, betas=(0.9, 0.95), weight_decay=DECAY),
+    ]
+    for batches in steps:
+        sums = [torch.zeros_like(p) for p in toy.parameters()]
+        for batch in batches:
+            for total, g in zip(sums, torch.autograd.grad(toy(batch)[0], list(toy.parameters()))):
+                total += min(1.0, clip / 3**0.5 / g.norm().item()) * g * len(batch) / 10
+        for p, g in zip(toy.parameters(), sums):
+            p.grad = g
+        for optimizer in optimizers:
+            optimizer.step()
+    return toy
+
+init_process_group("cpu", Path(sys.argv[1]), 0, 1)
+toy = copy.deepcopy(start)
+config = deepspeed_config(optimizer="muon", zero_stage=1, grad_accum=3, grad_clip=CLIP, lr=LR, weight_decay=DECAY)
+trainer = Trainer(toy, config, CLIP)
+for batches in steps:
+    trainer.step(batches, counts, 10, lr=LR)
+ours = trainer.parameters()
+
+def distance(other):
+    return {n: ((ours[n] - p).norm() / (ours[n] - start.get_parameter(n)).norm()).item()
+            for n, p in other.named_parameters()}
+
+print(json.dumps({"clipped": distance(by_torch(CLIP)), "not": distance(by_torch(1e9))}))
+trainer.close()
+"""
+
+
+def _run(script, tmp_path):
+    env = {
+        **os.environ,
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
+        "PATH": "/nonexistent",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "rendezvous")],
+        [sys.executable, "-c", script, str(tmp_path / "rendezvous")],
         env=env,
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert not (tmp_path / "extensions").exists()
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_muon_is_torchs_with_updates_of_adamws_size_and_clips_gradients_before_its_momentum(tmp_path):
+    """Relative to the way that training went; both orthogonalise in bfloat16. Unclipped, it goes elsewhere."""
+    found = _run(MUON, tmp_path)
+    assert max(found["clipped"].values()) < 0.03, found
+    assert min(found["not"][name] for name in ("wide.weight", "tall.weight")) > 0.15, found
+
+
+def test_uneven_micro_batches_give_the_gradient_of_one_mean(tmp_path):
+    """3 micro-batches of 2, 7 and 1 anchors; the given learning rate is the one used; nothing is compiled."""
+    found = _run(SCRIPT, tmp_path)
     assert found["norm"] == pytest.approx(found["expected"], rel=1e-5)
     assert found["mean"] == pytest.approx([found["loss"]] * 2, rel=1e-5)
     assert found["still"]
     assert found["moved"] == pytest.approx([1e-2] * 2, rel=0.5)
-    assert not (tmp_path / "extensions").exists()
