@@ -33,9 +33,6 @@ class Window:
     seconds: tuple[float, ...]  # of each step
     tokens: int
 
-    def __add__(self, other: Window) -> Window:
-        return Window(self.seconds + other.seconds, self.tokens + other.tokens)
-
     @property
     def step_s(self) -> float:
         """Median step, s."""

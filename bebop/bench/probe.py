@@ -1,14 +1,16 @@
 """What the planner needs, measured on the running engines: step times at k = 0..K, and the acceptance of the heads.
 
 One engine serves every k (`VllmEngine.set_draft_schedule`). All lengths and the engine without speculation take turns
-in each pass, so that a machine that slows down slows all of them.
+in each pass, and a pass's steps are compared with that pass's plain steps: a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from bebop.bench.planner import Window, acceptance, full_steps
 from bebop.engines.vllm_engine import VllmEngine
 from bebop.records import DraftCounts, Sampling
 
-PASSES = 3
+PASSES = 5
 PROBE_TOKENS = 20  # response tokens of a request in each probe
 HEADS = ("mtp_layers.", "mtp.", "model.mtp")
 Prompts = list[list[int]]
@@ -27,7 +29,7 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True)
 class Probed:
-    """step_s: batch -> [K+1] median step at k = 0..K; plain_s: batch -> median step without speculation.
+    """plain_s: batch -> median step without speculation; step_s: batch -> [K+1] step at k = 0..K, by `relative_steps`.
 
     accepted: [K] P(first j drafts accepted); drafts: how many drafts stand behind its first entry.
     """
@@ -41,7 +43,7 @@ class Probed:
 def probe(plain: VllmEngine, drafting: VllmEngine, batches: Mapping[int, Prompts], sampling: Sampling) -> Probed:
     """Time both engines on each batch; `sampling` but for its length."""
     most = drafting.rollout.num_speculative_tokens
-    windows: dict[tuple[int, int | None], Window] = {}
+    windows: dict[tuple[int, int | None], list[Window]] = defaultdict(list)
     counted = {k: DraftCounts() for k in range(1, most + 1)}
     turns = [(size, k) for size in batches for k in (None, *range(most + 1))]
     for number in tqdm(range(-1, PASSES), desc="step times"):
@@ -55,17 +57,29 @@ def probe(plain: VllmEngine, drafting: VllmEngine, batches: Mapping[int, Prompts
             engine.generate(batches[size], _of_length(sampling, tokens))
             if number < 0:
                 continue
-            window = full_steps(engine.take_steps(), size)
-            windows[size, k] = windows[size, k] + window if (size, k) in windows else window
+            windows[size, k].append(full_steps(engine.take_steps(), size))
             if k:
                 counted[k] += difference(drafting.counts(), before)
     rates = acceptance({k: (counts.num_drafts, counts.accepted_per_depth[:k]) for k, counts in counted.items()})
     return Probed(
-        step_s={size: tuple(windows[size, k].step_s for k in range(most + 1)) for size in batches},
-        plain_s={size: windows[size, None].step_s for size in batches},
+        step_s={
+            size: tuple(relative_steps(windows[size, k], windows[size, None]) for k in range(most + 1))
+            for size in batches
+        },
+        plain_s={size: _median_step(windows[size, None]) for size in batches},
         accepted=rates,
         drafts=sum(counts.num_drafts for counts in counted.values()),
     )
+
+
+def relative_steps(windows: Sequence[Window], plain: Sequence[Window]) -> float:
+    """Plain step, s, times a step's ratio to the plain one of the same pass; of both the median over passes."""
+    ratios = [ours.step_s / theirs.step_s for ours, theirs in zip(windows, plain, strict=True)]
+    return statistics.median(ratios) * _median_step(plain)
+
+
+def _median_step(windows: Sequence[Window]) -> float:
+    return statistics.median(window.step_s for window in windows)
 
 
 def difference(after: DraftCounts, before: DraftCounts) -> DraftCounts:

@@ -67,7 +67,7 @@ def test_only_steps_in_which_the_whole_batch_decodes_are_timed():
     assert window.seconds == (2, 1)
     assert window.tokens == 8
     assert window.tokens_per_s == pytest.approx(8 / 3)
-    assert (window + window).step_s == 1.5
+    assert window.step_s == 1.5
     with pytest.raises(ValueError, match="no step decoded 3 requests together, 2 at most"):
         full_steps(steps((0, 2, 0, 1), (1, 2, 0, 1)), 3)
 
@@ -108,3 +108,14 @@ def test_the_plot_marks_what_was_chosen(tmp_path):
     assert sorted((line.get_xdata()[0], line.get_ydata()[0]) for line in rings) == [(1, 1.4), (8, 0.98)]
     plan_plot.write(table, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 5000
+
+
+def test_a_pass_in_which_the_machine_was_slow_does_not_move_a_step_against_the_plain_one():
+    from bebop.bench.planner import Window
+    from bebop.bench.probe import relative_steps
+
+    speed = (1.0, 3.0, 1.1, 1.0, 2.0)  # of the machine, by pass
+    plain = [Window((0.1 * s, 0.1 * s, 0.4 * s), 3) for s in speed]
+    drafting = [Window((0.15 * s,) * 4, 4) for s in speed]
+    drafting[2] = Window((5.0,) * 4, 4)
+    assert relative_steps(drafting, plain) == pytest.approx(1.5 * 0.11)
