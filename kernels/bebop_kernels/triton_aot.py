@@ -26,7 +26,7 @@ _TYPES = {
     **dict.fromkeys(("index",), "*i64"),
     **dict.fromkeys(("best",), "*i32"),
     **dict.fromkeys(("sums", "parts", "draft_sums", "target_sums", "over_mass", "row_scale"), "*fp32"),
-    **dict.fromkeys(("scale", "out_scale"), "fp32"),
+    **dict.fromkeys(("scale", "scale_low", "out_scale"), "fp32"),
     **dict.fromkeys(("draft_stride", "target_stride", "first_stride", "second_stride", "out_stride"), "i64"),
 }
 

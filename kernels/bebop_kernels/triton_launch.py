@@ -11,7 +11,7 @@ from torch import Tensor
 from bebop_kernels import triton_rows as kernels
 from bebop_kernels.rows import check_sums
 from bebop_kernels.tensor_parallel import gather, ordered_sum
-from bebop_kernels.triton_rows import LOG2E, MERGE_ROWS, num_splits, span_of, tile_for
+from bebop_kernels.triton_rows import MERGE_ROWS, num_splits, scales, span_of, tile_for
 
 
 def sums(first: Tensor, second: Tensor | None, temperature: float, group: Any, out: Tensor | None = None) -> Tensor:
@@ -37,7 +37,7 @@ def sums(first: Tensor, second: Tensor | None, temperature: float, group: Any, o
             first.stride(0),
             first.stride(0) if second is None else second.stride(0),
             span_of(vocab_size, splits),
-            LOG2E / temperature,
+            *scales(temperature),
             BOTH=second is not None,
             COLUMNS=tile.columns,
             num_warps=tile.warps,
@@ -55,7 +55,7 @@ def sums(first: Tensor, second: Tensor | None, temperature: float, group: Any, o
 def _merge(parts: Tensor, out: Tensor, pairs: int, temperature: float) -> None:
     num_pairs = parts.shape[1] * pairs
     kernels.merge_sums[(triton.cdiv(num_pairs, MERGE_ROWS),)](
-        parts, out, len(parts), num_pairs, pairs, out.stride(0), LOG2E / temperature, ROWS=MERGE_ROWS
+        parts, out, len(parts), num_pairs, pairs, out.stride(0), *scales(temperature), ROWS=MERGE_ROWS
     )
 
 
@@ -93,7 +93,7 @@ def overlap(
         draft_sums.stride(0),
         target_sums.stride(0),
         span_of(vocab_size, splits),
-        LOG2E / temperature,
+        *scales(temperature),
         INDEXED=index is not None,
         COLUMNS=tile.columns,
         num_warps=tile.warps,
@@ -135,7 +135,7 @@ def gradient(
         over_mass.stride(0),
         out.stride(0),
         span_of(vocab_size, splits),
-        LOG2E / temperature,
+        *scales(temperature),
         1.0 / temperature,
         INDEXED=index is not None,
         SCALED=row_scale is not None,

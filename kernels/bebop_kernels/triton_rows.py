@@ -11,21 +11,30 @@
 A log-probability (base 2, so that exp2 needs no product) is `fma(z - max z, log2(e) / T, -log2 Z)`. Maximum and log-sum
 stay apart: z - max z is exact where the comparison q > p is close, while max z + log Z would round to the size of z and
 turn signs by the dozen under a common shift of 1000. The fused product is spelled out, so that forward and backward
-compare the same bits; probabilities are exp2 of the distance times 1 / Z, within |z - max z| / T units of 2^-24, which
-only small probabilities notice. Row offsets are int64. Where rows are few, a row is split over programs and its parts
-are merged in their order.
+compare the same bits. Probabilities are 2^((z - max z) log2(e) / T) / Z: where logits are float32, what the product
+above rounds away is put back (`_power`), or it would cost |z - max z| / T units of 2^-24; logits of 16 bits carry no
+such digits, and their gradient is rounded to as few. Row offsets are int64. Where rows are few, a row is split over
+programs and its parts are merged in their order.
 """
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
+
+from bebop_kernels import triton_interpreter
+
+if knobs.runtime.interpret:
+    triton_interpreter.round_bfloat16()
 
 LOG2E = 1.4426950408889634
+LN2 = tl.constexpr(0.6931471805599453)
 INT32_MAX = tl.constexpr(2147483647)
 
 
@@ -43,6 +52,13 @@ PROGRAMS_PER_PROCESSOR = 4
 
 def tile_for(vocab_size: int) -> Tile:
     return TILES[0] if vocab_size <= 4 * TILES[0].columns else TILES[1]
+
+
+def scales(temperature: float) -> tuple[float, float]:
+    """log2(e) / T as a float32 and what that leaves."""
+    scale = LOG2E / temperature
+    high = struct.unpack("f", struct.pack("f", scale))[0]
+    return high, scale - high
 
 
 def num_splits(num_rows: int, vocab_size: int, device: torch.device) -> int:
@@ -78,19 +94,36 @@ def _normaliser(sums, row, stride):
     return _safe(tl.load(pointer)), tl.log2(total), 1.0 / total
 
 
+@triton.constexpr_function
+def _is_float32(first, second):
+    return tl.float32 in (first.dtype.element_ty, second.dtype.element_ty)
+
+
 @triton.jit
-def _log2_and_prob(logits, peak, log_sum, inverse_sum, scale):
+def _power(distance, scale, scale_low, EXACT: tl.constexpr):
+    """2^(distance (scale + scale_low)) for distance <= 0, 0 for -inf; EXACT: with the product's rounding put back."""
+    if not EXACT:
+        return tl.exp2(distance * scale)
+    distance = tl.where(distance < -1e30, -1e30, distance)  # -inf would make NaN below; NaN stays
+    product = distance * scale
+    rest = tl.fma(distance, scale_low, tl.fma(distance, scale, -product))
+    power = tl.exp2(product)
+    return tl.fma(power * rest, LN2, power)
+
+
+@triton.jit
+def _log2_and_prob(logits, peak, log_sum, inverse_sum, scale, scale_low, EXACT: tl.constexpr):
     """The logarithm, for comparing, and the probability, not made from it: a rounded log-sum would be in every one."""
     distance = logits - peak
-    return tl.fma(distance, scale, -log_sum), tl.exp2(distance * scale) * inverse_sum
+    return tl.fma(distance, scale, -log_sum), _power(distance, scale, scale_low, EXACT) * inverse_sum
 
 
 @triton.jit
-def _add_tile(logits, peak, total, scale):
+def _add_tile(logits, peak, total, scale, scale_low, EXACT: tl.constexpr):
     """Maximum (a scalar) and sums (one per lane) after one more tile."""
     new = tl.maximum(peak, tl.max(logits, 0))
-    keep = tl.exp2((peak - _safe(new)) * scale)
-    return new, total * keep + tl.exp2((logits - _safe(new)) * scale)
+    keep = _power(peak - _safe(new), scale, scale_low, EXACT)
+    return new, total * keep + _power(logits - _safe(new), scale, scale_low, EXACT)
 
 
 @triton.jit
@@ -103,12 +136,14 @@ def row_sums(
     second_stride,
     span,
     scale,
+    scale_low,
     BOTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """out [splits, rows, 2 or 4]: max and sum of `first`, then of `second`. Grid (rows, splits)."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
+    exact: tl.constexpr = _is_float32(first, second)
     first += row * first_stride
     second += row * second_stride
     peak, peak_2 = float("-inf"), float("-inf")
@@ -116,9 +151,9 @@ def row_sums(
     total_2 = tl.zeros([COLUMNS], tl.float32)
     for start in range(split * span, tl.minimum(split * span + span, vocab_size), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        peak, total = _add_tile(_load(first, columns, vocab_size), peak, total, scale)
+        peak, total = _add_tile(_load(first, columns, vocab_size), peak, total, scale, scale_low, exact)
         if BOTH:
-            peak_2, total_2 = _add_tile(_load(second, columns, vocab_size), peak_2, total_2, scale)
+            peak_2, total_2 = _add_tile(_load(second, columns, vocab_size), peak_2, total_2, scale, scale_low, exact)
     width: tl.constexpr = 4 if BOTH else 2
     out += (split * tl.num_programs(0).to(tl.int64) + row) * width
     tl.store(out, peak)
@@ -129,7 +164,7 @@ def row_sums(
 
 
 @triton.jit
-def merge_sums(parts, out, num_parts, num_pairs, pairs_per_row, out_stride, scale, ROWS: tl.constexpr):
+def merge_sums(parts, out, num_parts, num_pairs, pairs_per_row, out_stride, scale, scale_low, ROWS: tl.constexpr):
     """Pairs (max, sum) of parts [num_parts, num_pairs, 2], merged in their order into rows of `out`. Grid (pairs /
     ROWS)."""
     pair = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -141,7 +176,8 @@ def merge_sums(parts, out, num_parts, num_pairs, pairs_per_row, out_stride, scal
         peak_2 = tl.load(pointer, mask=alive, other=float("-inf"))
         total_2 = tl.load(pointer + 1, mask=alive, other=0.0)
         new = tl.maximum(peak, peak_2)
-        total = total * tl.exp2((peak - _safe(new)) * scale) + total_2 * tl.exp2((peak_2 - _safe(new)) * scale)
+        total *= _power(peak - _safe(new), scale, scale_low, True)
+        total += total_2 * _power(peak_2 - _safe(new), scale, scale_low, True)
         peak = new
     out += pair // pairs_per_row * out_stride + pair % pairs_per_row * 2
     tl.store(out, peak, mask=alive)
@@ -163,6 +199,7 @@ def row_overlap(
     target_sums_stride,
     span,
     scale,
+    scale_low,
     INDEXED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -172,14 +209,17 @@ def row_overlap(
     target_row = tl.load(index + row) if INDEXED else row
     peak_q, log_q, inverse_q = _normaliser(draft_sums, row, draft_sums_stride)
     peak_p, log_p, inverse_p = _normaliser(target_sums, target_row, target_sums_stride)
+    exact: tl.constexpr = _is_float32(draft, target)
     draft += row * draft_stride
     target += target_row * target_stride
     overlap = tl.zeros([COLUMNS], tl.float32)
     over_mass = tl.zeros([COLUMNS], tl.float32)
     for start in range(split * span, tl.minimum(split * span + span, vocab_size), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        q, prob_q = _log2_and_prob(_load(draft, columns, vocab_size), peak_q, log_q, inverse_q, scale)
-        p, prob_p = _log2_and_prob(_load(target, columns, vocab_size), peak_p, log_p, inverse_p, scale)
+        q, prob_q = _log2_and_prob(_load(draft, columns, vocab_size), peak_q, log_q, inverse_q, scale, scale_low, exact)
+        p, prob_p = _log2_and_prob(
+            _load(target, columns, vocab_size), peak_p, log_p, inverse_p, scale, scale_low, exact
+        )
         overlap += tl.minimum(prob_q, prob_p)
         over_mass += tl.where(q > p, prob_q, 0.0)
     out += (split * tl.num_programs(0).to(tl.int64) + row) * 2
@@ -206,6 +246,7 @@ def row_gradient(
     out_stride,
     span,
     scale,
+    scale_low,
     out_scale,
     INDEXED: tl.constexpr,
     SCALED: tl.constexpr,
@@ -222,13 +263,14 @@ def row_gradient(
     factor = out_scale
     if SCALED:
         factor = tl.load(row_scale + row) * out_scale
+    exact: tl.constexpr = _is_float32(draft, target)
     draft += row * draft_stride
     target += target_row * target_stride
     out += row * out_stride
     for start in range(split * span, tl.minimum(split * span + span, vocab_size), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        q, prob_q = _log2_and_prob(_load(draft, columns, vocab_size), peak_q, log_q, inverse_q, scale)
-        p, _ = _log2_and_prob(_load(target, columns, vocab_size), peak_p, log_p, inverse_p, scale)
+        q, prob_q = _log2_and_prob(_load(draft, columns, vocab_size), peak_q, log_q, inverse_q, scale, scale_low, exact)
+        p, _ = _log2_and_prob(_load(target, columns, vocab_size), peak_p, log_p, inverse_p, scale, scale_low, exact)
         gradient = prob_q * tl.where(q > p, over - 1.0, over) * factor
         tl.store(out + columns, gradient.to(out.dtype.element_ty), mask=columns < vocab_size)
 
@@ -245,6 +287,7 @@ def row_statistics(
     target_stride,
     span,
     scale,
+    scale_low,
     COLUMNS: tl.constexpr,
 ):
     """out [splits, rows, 4]: overlap, then -sum p log2 p, -sum q log2 q and sum p log2(p / q); best [splits, rows]: the
@@ -253,6 +296,7 @@ def row_statistics(
     split = tl.program_id(1)
     peak_q, log_q, inverse_q = _normaliser(sums, row, 4)
     peak_p, log_p, inverse_p = _normaliser(sums + 2, row, 4)
+    exact: tl.constexpr = _is_float32(draft, target)
     draft += row * draft_stride
     target += row * target_stride
     overlap = tl.zeros([COLUMNS], tl.float32)
@@ -263,8 +307,10 @@ def row_statistics(
     for start in range(split * span, tl.minimum(split * span + span, vocab_size), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         logits_q = _load(draft, columns, vocab_size)
-        q, prob_q = _log2_and_prob(logits_q, peak_q, log_q, inverse_q, scale)
-        p, prob_p = _log2_and_prob(_load(target, columns, vocab_size), peak_p, log_p, inverse_p, scale)
+        q, prob_q = _log2_and_prob(logits_q, peak_q, log_q, inverse_q, scale, scale_low, exact)
+        p, prob_p = _log2_and_prob(
+            _load(target, columns, vocab_size), peak_p, log_p, inverse_p, scale, scale_low, exact
+        )
         overlap += tl.minimum(prob_q, prob_p)
         # Where a probability is 0 its term is 0, whatever the logarithm.
         entropy_p -= tl.where(prob_p > 0, prob_p * p, 0.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bebop_kernels import triton_launch as launch
 from bebop_kernels import triton_rows as kernels
-from bebop_kernels.triton_rows import LOG2E, num_splits, span_of, tile_for, unavailable, unit_columns
+from bebop_kernels.triton_rows import num_splits, scales, span_of, tile_for, unavailable, unit_columns
 
 __all__ = ["statistics", "unavailable"]
 
@@ -40,7 +40,7 @@ def statistics(draft_logits: Tensor, target_logits: Tensor, tokens: Tensor | Non
         draft.stride(0),
         target.stride(0),
         span_of(vocab_size, splits),
-        LOG2E / temperature,
+        *scales(temperature),
         COLUMNS=tile.columns,
         num_warps=tile.warps,
     )
