@@ -10,6 +10,7 @@ from bebop_kernels.linear_rows import linear_rows
 from bebop_kernels.overlap import tv_overlap
 from bebop_kernels.reference_overlap import overlap_rows
 from bebop_kernels.rows import Rows
+from bebop_kernels.skipping import tv_overlap_skipping
 from bebop_kernels.statistics import TvStatistics, tv_statistics
 from bebop_kernels.topk import tv_overlap_topk
 
@@ -21,6 +22,7 @@ __all__ = [
     "naive",
     "overlap_rows",
     "tv_overlap",
+    "tv_overlap_skipping",
     "tv_overlap_topk",
     "tv_statistics",
 ]

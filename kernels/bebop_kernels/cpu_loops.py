@@ -246,8 +246,8 @@ def mean_difference(e, row, maximum, other, other_maximum, scratch):
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def overlap(draft, target, high, low, alpha, saved):
-    """alpha [n] and saved, of whole rows."""
+def overlap(draft, target, high, low, alpha, saved, masses):
+    """alpha [n] and saved, of whole rows; masses [n, tiles]: of q by tile, or [n, 0]: not wanted."""
     width = draft.shape[1]
     q, p = np.empty(width, _f32), np.empty(width, _f32)
     for n in range(draft.shape[0]):
@@ -257,6 +257,8 @@ def overlap(draft, target, high, low, alpha, saved):
         p_inverse = over(softmax_parts(target[n], saved[n, 1], high, low, p))
         saved[n, 2], saved[n, 3] = q_inverse, p_inverse
         alpha[n], saved[n, 4] = compare(q, q_inverse, p, p_inverse)
+        for k in range(masses.shape[1]):
+            masses[n, k] = _sum(q[k * TILE : (k + 1) * TILE]) * q_inverse
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
@@ -282,13 +284,19 @@ def overlap_given(draft, target, high, low, alpha, saved):
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def gradient(draft, target, high, low, saved, factor, out):
-    """out [n, V] = factor[n] times the gradient of alpha on the scaled logits; out may be draft."""
+def gradient(draft, target, high, low, saved, factor, out, masses, least):
+    """out [n, V] = factor[n] times the gradient of alpha on the scaled logits; out may be draft.
+
+    masses [n, tiles]: tiles with a mass below `least` get 0 and are not read; [n, 0]: every tile is.
+    """
     width = draft.shape[1]
     q, p = np.empty(TILE, _f32), np.empty(TILE, _f32)
     for n in range(draft.shape[0]):
         for a in range(0, width, TILE):
             b = min(a + TILE, width)
+            if masses.shape[1] > 0 and masses[n, a // TILE] < least:
+                out[n, a:b] = 0
+                continue
             x, y = q[: b - a], p[: b - a]
             exponentials(draft[n, a:b], saved[n, 0], high, low, x)
             exponentials(target[n, a:b], saved[n, 1], high, low, y)

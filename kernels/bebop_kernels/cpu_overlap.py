@@ -28,17 +28,20 @@ def forward(
     temperature: float,
     group: Any,
     names: tuple[str, str] = ("draft_logits", "target_logits"),
+    masses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """masses [N, tiles] float32, without a group: filled with q's by tile."""
     from bebop_kernels import cpu_loops
 
     parts = cpu_loops.scale_parts(temperature)
     num_rows, width = draft_logits.shape
     alpha = torch.empty(num_rows)
     saved = torch.empty(num_rows, 5)
+    masses = torch.empty(num_rows, 0) if masses is None else masses
 
     def whole(block: slice) -> None:
         pair = rows_of(draft_logits[block]), rows_of(target_logits[block])
-        cpu_loops.overlap(*pair, *parts, alpha[block].numpy(), saved[block].numpy())
+        cpu_loops.overlap(*pair, *parts, *(x[block].numpy() for x in (alpha, saved, masses)))
 
     if group is None:
         in_blocks(num_rows, width, whole)
@@ -72,10 +75,19 @@ def _over_ranks(mine: Tensor, temperature: float, group: Any) -> Tensor:
 
 
 def backward(
-    grad_alpha: Tensor, draft_logits: Tensor, target_logits: Tensor, saved: Tensor, temperature: float, group: Any
+    grad_alpha: Tensor,
+    draft_logits: Tensor,
+    target_logits: Tensor,
+    saved: Tensor,
+    temperature: float,
+    group: Any,
+    masses: Tensor | None = None,
+    least: float = 0.0,
 ) -> Tensor:
+    """masses: as forward filled them; tiles below `least` get a gradient of 0."""
     from bebop_kernels import cpu_loops
 
+    masses = saved.new_empty(len(saved), 0) if masses is None else masses
     parts = cpu_loops.scale_parts(temperature)
     grad = fresh(draft_logits.shape, draft_logits.dtype)
     factor = (grad_alpha.float() / temperature).contiguous().numpy()
@@ -84,7 +96,7 @@ def backward(
     def work(block: slice) -> None:
         out = rows_of(grad[block]) if direct else np.empty(grad[block].shape, np.float32)
         pair = rows_of(draft_logits[block]), rows_of(target_logits[block])
-        cpu_loops.gradient(*pair, *parts, saved[block].numpy(), factor[block], out)
+        cpu_loops.gradient(*pair, *parts, saved[block].numpy(), factor[block], out, masses[block].numpy(), least)
         if not direct:
             grad[block] = torch.from_numpy(out)
 

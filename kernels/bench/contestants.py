@@ -9,7 +9,7 @@ its reason and is no failure.
 | compile           | the same under torch.compile                                                                    |
 | speculators       | speculators' eager TV loss (logits form)                                                        |
 | speculators_fused | speculators' Triton TV loss (logits form, GPU)                                                  |
-| liger             | Liger's TVD over probabilities (logits form, GPU)                                               |
+| liger             | Liger's fused CE and TVD, of which the TVD is used (logits form, GPU)                           |
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Case:
 
 
 def contestants(case: Case, device: str) -> tuple[dict[str, Callable[..., Tensor]], dict[str, str]]:
-    """(name -> alpha of the case's tensors, name -> why it is left out)."""
+    """(name -> alpha of the case's tensors, 1 - alpha by rivals that give that; name -> why it is left out)."""
     function = bebop_kernels.tv_overlap if case.kernel == "overlap" else bebop_kernels.linear_tv_overlap
     found: dict[str, Callable[..., Tensor]] = {}
     absent: dict[str, str] = {}
@@ -126,7 +126,7 @@ def _rival(name: str, eager: Callable[..., Tensor], case: Case, device: str) -> 
         from speculators.losses.fused import fused_tv_loss
 
         return lambda draft, target: fused_tv_loss(draft[None], target[None])
-    from liger_kernel.transformers import LigerTVDLoss
+    from liger_kernel.transformers import LigerFusedCETVDLoss
 
-    loss = LigerTVDLoss(reduction="batchmean")
-    return lambda draft, target: loss(draft.float().softmax(-1), target.float().softmax(-1))
+    labels = torch.zeros(case.rows, dtype=torch.long, device=device)
+    return lambda draft, target: LigerFusedCETVDLoss()(draft, target, labels)[1]
