@@ -29,7 +29,7 @@ from bebop.bench.tree_score import TreeScorer
 from bebop.config import BenchConfig, ConfigError, RolloutSection
 from bebop.data import encode_prompt, load_tokenizer, make_prompts
 from bebop.doctor.installed import device
-from bebop.engines import RolloutEngine, make_engine
+from bebop.engines.torch_engine import TorchEngine
 from bebop.monitor import print_table, write_summary
 from bebop.records import Rollout, Sampling
 from bebop.spec import TreeSpec
@@ -56,6 +56,8 @@ class Tally:
     drafts: np.ndarray
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    rounds_s: float = 0.0  # of rounds, prompts' passes left out
+    rules_s: float = 0.0  # of these, in growing and verifying drafts
     texts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # prompt -> its last response
 
     @property
@@ -81,7 +83,8 @@ class Measured:
     gain: acceptance length above TopK's, paired by prompt; surviving: (speed / TopK's - 1) / (acceptance length /
     TopK's - 1), the share of the gain that is left in tokens per second; None where the gain is within its error.
     scored: expected tokens of a round at given places, and its gain over TopK, paired too; trees alone. same_text: at
-    temperature 0, the share of prompts whose text is plain decoding's. Errors are standard errors.
+    temperature 0, the share of prompts whose text is plain decoding's. rules_share: of a round's time, what growing and
+    verifying the draft takes, the model's passes left out; None on a GPU. Errors are standard errors.
     """
 
     temperature: float
@@ -103,6 +106,7 @@ class Measured:
     tokens_per_s_high: float
     speedup: float | None
     surviving: float | None
+    rules_share: float | None
     same_text: float | None
     depth: int
     width: int | None
@@ -124,11 +128,11 @@ def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
     made = make_prompts(config.data.tasks, config.bench.tree.num_prompts, config.seed, "eval")
     prompts = [encode_prompt(tokenizer, prompt) for prompt in made]
     kinds = variants(config)
-    engines: dict[str, RolloutEngine] = {}
+    engines: dict[str, TorchEngine] = {}
     rows: list[Measured] = []
     try:
         for kind in tqdm(kinds, desc="engines"):
-            engines[kind.name] = make_engine(kind.rollout, policy_dir, seed=config.seed, dtype=config.model.dtype)
+            engines[kind.name] = TorchEngine(kind.rollout, policy_dir, seed=config.seed, dtype=config.model.dtype)
         scored: dict[float, dict[str, Tally]] = {}
         for size in config.bench.batch_sizes:
             for temperature in config.bench.tree.temperatures:
@@ -181,7 +185,7 @@ def variants(config: BenchConfig) -> list[Variant]:
 
 
 def _measure(
-    config: BenchConfig, engines: dict[str, RolloutEngine], prompts: list[list[int]], size: int, temperature: float
+    config: BenchConfig, engines: dict[str, TorchEngine], prompts: list[list[int]], size: int, temperature: float
 ) -> dict[str, Tally]:
     """The tally of every variant; a first, unmeasured turn warms each up."""
     sampling = Sampling(
@@ -204,9 +208,11 @@ def _measure(
             for name in names[first:] + names[:first]:
                 chosen = range(start, min(start + size, len(prompts)))
                 seeds = [_seed(config.seed, repeat, i) for i in chosen]
-                began = time.perf_counter()
+                before, began = engines[name].clock(), time.perf_counter()
                 answers = engines[name].generate([prompts[i] for i in chosen], sampling, seeds=seeds)
-                seconds = time.perf_counter() - began
+                seconds, after = time.perf_counter() - began, engines[name].clock()
+                tallies[name].rounds_s += after.rounds - before.rounds
+                tallies[name].rules_s += after.rules - before.rules
                 _count(tallies[name], dict(zip(chosen, answers, strict=True)), seconds)
             progress.update()
     progress.close()
@@ -306,6 +312,7 @@ def _row(
         tokens_per_s_high=max(tally.speeds),
         speedup=speed / statistics.median(plain.speeds) if plain is not None else None,
         surviving=surviving,
+        rules_share=tally.rules_s / tally.rounds_s if tally.rounds_s and not torch.cuda.is_available() else None,
         same_text=same,
         depth=kind.rollout.draft_depth,
         width=kind.rollout.tree_width if is_tree else None,
@@ -341,5 +348,6 @@ def _line(row: Measured) -> dict[str, Any]:
         "tokens/s": row.tokens_per_s,
         "speed-up": row.speedup,
         "surviving": row.surviving,
+        "rules": row.rules_share,
         "greedy text": row.same_text,
     }

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bebop.config import RolloutSection
 from bebop.engines.torch_cache import Cache, Window, fold
+from bebop.engines.torch_clock import RoundClock
 from bebop.engines.torch_model import Policy
 from bebop.spec import (
     Purpose,
@@ -149,6 +150,7 @@ class Drafter:
     def __init__(self, rollout: RolloutSection, policy: Policy) -> None:
         self.policy, self.rule, self.speculating = policy, rollout.rule, rollout.speculation == "mtp"
         self.depth = rollout.draft_depth
+        self.clock = RoundClock()
         self.spec: TreeSpec | None = None
         if rollout.tree != "none":
             self.spec = TreeSpec(
@@ -189,9 +191,10 @@ class Drafter:
         """The drafts of a round; cache: the head's, with depth-1 keys of every committed position."""
         if not self.speculating or cache is None:
             return self.nothing(len(anchors.lengths))
-        if self.spec is not None:
-            return self._tree(self.spec, anchors, settings, draws, cache)
-        return self._chain(anchors, settings, draws, cache)
+        with self.clock.part("drafting"):
+            if self.spec is not None:
+                return self._tree(self.spec, anchors, settings, draws, cache)
+            return self._chain(anchors, settings, draws, cache)
 
     def _chain(self, anchors: Anchors, settings: Settings, draws: Uniforms, cache: Cache) -> Chain:
         state, tokens, probs = anchors.state.unsqueeze(1), [], []
@@ -201,7 +204,7 @@ class Drafter:
                 if anchors.committed is not None:
                     own = torch.ones(len(state), 1, depth, dtype=torch.bool, device=state.device)
                 state = self._deeper(state, tokens[-1].unsqueeze(1), depth, anchors, own, depth - 1, cache)
-            logits = self.policy.draft_logits(state[:, 0])
+            logits = self._logits(state[:, 0])
             if self.rule == "target_only":
                 tokens.append(logits.argmax(-1))
                 continue
@@ -214,7 +217,7 @@ class Drafter:
     def _tree(self, spec: TreeSpec, anchors: Anchors, settings: Settings, draws: Uniforms, cache: Cache) -> Tree:
         grower = TreeGrower(spec, draws, temperature=settings.temperature, **settings.filters)
         states, own, used = anchors.state.unsqueeze(1), None, 0
-        grower.expand(self.policy.draft_logits(states))
+        grower.expand(self._logits(states))
         while (frontier := grower.frontier) is not None:
             batch, width = frontier.tokens.shape
             parents = frontier.parent_rows.unsqueeze(-1)
@@ -223,7 +226,7 @@ class Drafter:
             own = itself if own is None else torch.cat([own.gather(1, parents.expand(-1, -1, used)), itself], -1)
             states = self._deeper(states, frontier.tokens, frontier.depth, anchors, own, used, cache)
             used += width
-            grower.expand(self.policy.draft_logits(states))
+            grower.expand(self._logits(states))
         return Tree(grower.finish())
 
     def _deeper(
@@ -233,4 +236,9 @@ class Drafter:
         positions = (anchors.lengths + (depth - 2)).unsqueeze(1).expand_as(tokens)
         start = anchors.start + used
         mask = fold(anchors.committed, own, anchors.start, self.policy.groups, self.policy.dtype)
-        return self.policy.draft_state(states, tokens, positions, Window(cache, 0, start, mask))
+        with self.clock.part("draft_passes"):
+            return self.policy.draft_state(states, tokens, positions, Window(cache, 0, start, mask))
+
+    def _logits(self, states: Tensor) -> Tensor:
+        with self.clock.part("draft_passes"):
+            return self.policy.draft_logits(states)

@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -26,6 +27,7 @@ import torch
 from bebop.config import RolloutSection
 from bebop.engines.base import EngineDied, EngineError, EngineRefused, Weights
 from bebop.engines.replace import replace_tensors
+from bebop.engines.torch_clock import RoundClock
 from bebop.engines.torch_draft import Drafter
 from bebop.engines.torch_model import Policy
 from bebop.engines.torch_requests import Request, end_of_text, make_request
@@ -61,6 +63,10 @@ class TorchEngine:
         self._death: str | None = None
         self._thread = threading.Thread(target=self._run, name="bebop-torch", daemon=True)
         self._thread.start()
+
+    def clock(self) -> RoundClock:
+        """Where the time of all rounds so far went."""
+        return replace(self._rounds.drafter.clock)
 
     # -- sampling -----------------------------------------------------------------------------------------------
 

@@ -100,6 +100,10 @@ class Rounds:
     @torch.inference_mode()
     def step(self, version: int) -> list[Finished]:
         """One round; the requests that it finished."""
+        with self.drafter.clock.part("rounds"):
+            return self._round(version)
+
+    def _round(self, version: int) -> list[Finished]:
         requests, settings = self.active, self._current()
         lengths = [request.length for request in requests]
         start = max(lengths) - 1
@@ -111,7 +115,8 @@ class Rounds:
         draft = self.drafter.draft(anchors, settings, draws, self.head_cache)
 
         logits, hidden, broken = self._target(draft, anchors, last)
-        verified = draft.verify(logits, settings, draws)
+        with self.drafter.clock.part("verifying"):
+            verified = draft.verify(logits, settings, draws)
         logprobs = self._logprobs(verified, logits)
         self._keep(draft, anchors, verified)
         if self.head_cache is not None:

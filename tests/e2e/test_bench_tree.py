@@ -4,6 +4,7 @@ import csv
 import json
 
 import pytest
+import torch
 
 from bebop.bench import tree
 from bebop.config import Bench, BenchConfig, Data, Model, RolloutSection, Task, TreeBench
@@ -36,6 +37,8 @@ def test_bench_tree_measures_every_variant_and_writes_table_and_plots(tiny_rando
         is_tree = row["method"] in ("topk", "rrsw", "rheo")
         assert (row["gain"] != "") == (row["scored"] != "") == is_tree
         assert (int(row["rounds"]) > 0) == (row["variant"] != "plain")
+        if not torch.cuda.is_available():
+            assert 0.0 < float(row["rules_share"]) < 1.0
         assert row["same_text"] == ("1.0" if row["temperature"] == "0.0" else "")
         if is_tree:
             assert 1.0 <= float(row["scored"]) <= 4.0 and row["budget"] == "8"
