@@ -20,7 +20,8 @@ Method = Literal["topk", "rheo", "rrsw"]
 NO_NODE = -1
 # leads="auto": 1 above this temperature, else 0, which at temperature 0 is TopK. Scored gain of m = 1 over TopK on the
 # tiny policy (4 wide, 8 deep, 10 nodes, 96 prompts): -.011 +- .011 at T = .3, +.043 +- .012 at .7; of m = 0 +.100 and
-# +.133. On SmolLM2 (T = 1, 60 nodes) m = 1 is ahead of m = 0, +.069 +- .035 against +.040 +- .032.
+# +.133. On SmolLM2 (10 wide, 60 nodes, 80 places) of m = 1: -.076 +- .028 at .3, +.212 +- .062 at .7, +.177 +- .037 at
+# 1; of m = 0 -.018 +- .040, +.068 +- .077 and +.213 +- .076.
 AUTO_LEADS_ABOVE = 0.5
 
 

@@ -253,9 +253,9 @@ def _support(logits: Tensor, valid: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The highest logits and their ids, [B, W, S], by (logit, then lowest id); all 0 where not valid."""
     if size < logits.shape[-1] and logits.dtype != torch.float64:
         logits = logits.float()
-        ids = _highest(logits, size)
+        ids, largest = _highest(logits, size)
         values = logits.gather(-1, ids)
-        values[..., 0] = logits.amax(-1)  # NaN where the row has one
+        values[..., 0] = largest  # NaN where the row has one
     else:
         values, ids = logits.sort(dim=-1, descending=True, stable=True)
         ids = ids[..., :size]
@@ -268,14 +268,14 @@ def _support(logits: Tensor, valid: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return values, ids
 
 
-def _highest(logits: Tensor, num: int) -> Tensor:
-    """Ids of the `num` highest logits [..., V] float32 -> [..., num], by (logit, then lowest id).
+def _highest(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Ids of the `num` highest logits [..., V] float32 -> [..., num], by (logit, then lowest id), and the maxima [...].
 
     Where the vocabulary is long, they lie in the `num` highest of its chunks, by (largest logit, then lowest id): each
     of those holds an id that comes before all of any other chunk.
     """
     if logits.shape[-1] < 2 * _CHUNK * num:
-        return _first(_keys(logits, torch.arange(logits.shape[-1], device=logits.device)), num)
+        return _first(_keys(logits, torch.arange(logits.shape[-1], device=logits.device)), num), logits.amax(-1)
     if logits.shape[-1] % _CHUNK:
         logits = torch.nn.functional.pad(logits, (0, -logits.shape[-1] % _CHUNK), value=-torch.inf)
     largest = logits.unflatten(-1, (-1, _CHUNK)).amax(-1)
@@ -283,7 +283,7 @@ def _highest(logits: Tensor, num: int) -> Tensor:
     within = torch.arange(_CHUNK, device=logits.device).unsqueeze(-1)
     # a chunk's ids apart: topk takes three times as long over values that fall by blocks
     ids = (chunks.unsqueeze(-2) * _CHUNK + within).flatten(-2)
-    return _first(_keys(logits.gather(-1, ids), ids), num)
+    return _first(_keys(logits.gather(-1, ids), ids), num), largest.amax(-1)
 
 
 def _keys(values: Tensor, ids: Tensor) -> Tensor:
