@@ -98,20 +98,22 @@ class Trainer:
         self._muon = config["optimizer"]["type"] == "Muon"
         self._clip = ParameterClip(parameters, grad_clip) if self._muon else None
         self._lr_scale: dict[str, float] = {}  # by name of the optimizer's group; 1 where it is not named
-        groups = self._by_columns(parameters, config["optimizer"]["params"]) if self._muon else parameters
+        groups = self._by_columns(parameters) if self._muon else parameters
         self.engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=dict(config))
+        for group in self.engine.optimizer.param_groups:  # decay stays lr times weight_decay
+            group["weight_decay"] /= self._scale_of(group)
         self.zero_stage: int = config["zero_optimization"]["stage"]
         if self.zero_stage == 3:
             _gather_frozen_with_parent(module)
         self.grad_accum: int = config["gradient_accumulation_steps"]
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
-    def _by_columns(self, parameters: list[torch.nn.Parameter], params: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _by_columns(self, parameters: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
         """Groups for Muon, in which a matrix of C columns gets ADAMW_RMS sqrt(C) times the learning rate (Moonshot AI,
         arXiv 2502.16982): one learning rate then suits matrices of any shape, and AdamW's parameters.
 
         DeepSpeed's update of a matrix [R, C] is an orthogonal one times sqrt(max(1, R / C)), so its root mean square is
-        1 / sqrt(C). Weight decay stays lr times weight_decay.
+        1 / sqrt(C). Which matrices are not for Muon, DeepSpeed says: their half of a group has a name without a scale.
         """
         groups: dict[str, list[torch.nn.Parameter]] = {}
         for parameter in parameters:
@@ -120,8 +122,11 @@ class Trainer:
         for name, members in groups.items():
             scale = ADAMW_RMS * members[0].shape[-1] ** 0.5 if members[0].ndim > 1 else 1.0
             self._lr_scale[f"{name}-muon-params"] = scale
-            found.append({"params": members, "name": name, "weight_decay": params["weight_decay"] / scale})
+            found.append({"params": members, "name": name})
         return found
+
+    def _scale_of(self, group: Mapping[str, Any]) -> float:
+        return self._lr_scale.get(group.get("name", ""), 1.0)
 
     def step(self, batches: Sequence[Any], counts: Sequence[int], total: int, lr: float) -> torch.Tensor:
         """One optimizer step over this rank's micro-batches.
@@ -130,7 +135,7 @@ class Trainer:
         Returns [1+W] float32: loss and the module's W values, means over all `total` anchors, the same on every rank.
         """
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr * self._lr_scale.get(group.get("name", ""), 1.0)
+            group["lr"] = lr * self._scale_of(group)
         mean: torch.Tensor | None = None
         for batch, count in zip(batches, counts, strict=True):
             if self._clip:
