@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-KNOWN_VERSIONS = ("3.9.0",)
+KNOWN_VERSIONS = ("3.7.1", "3.9.0")
 JUST_BELOW_ONE = 1 - 2**-12  # 1.0 in bfloat16
 
 
