@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 @dataclass
 class RoundClock:
-    """Seconds since the engine began, of rounds, of drafting with the head's passes in it, of these passes, and of
-    verifying (the target's pass not in it). On a GPU calls return before they have run: there the parts mean nothing.
+    """Seconds since the engine began, of rounds, of drafting with random numbers and the head's passes in it, of these
+    passes, and of verifying (the target's pass not in it). On a GPU calls return before they have run: there the parts
+    mean nothing.
     """
 
     rounds: float = 0.0

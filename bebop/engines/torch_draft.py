@@ -9,6 +9,7 @@ Legend: B requests, N nodes, D levels, W nodes expanded at a level, V vocabulary
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -29,7 +30,7 @@ from bebop.spec import (
     verify_chain,
     verify_trees,
 )
-from bebop.spec.warp import Setting, warp
+from bebop.spec.warp import Setting, Warp
 
 NO_NODE = -1
 
@@ -85,8 +86,9 @@ class Settings:
     temperature: Tensor
     filters: dict[str, Setting]
 
-    def warp(self, logits: Tensor) -> Tensor:
-        return warp(logits, temperature=self.temperature, **self.filters)
+    @cached_property
+    def warp(self) -> Warp:
+        return Warp(temperature=self.temperature, **self.filters)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from bebop.engines.torch_draft import Anchors, Draft, Drafter, Settings, Verifie
 from bebop.engines.torch_draws import RoundDraws
 from bebop.engines.torch_model import Policy
 from bebop.engines.torch_requests import Request
+from bebop.engines.torch_threads import threads_for
 from bebop.spec import Purpose, Streams
 from bebop.spec.warp import Setting
 
@@ -111,11 +112,13 @@ class Rounds:
         length, last = self._long(lengths), self._long([(r.tokens or r.prompt)[-1] for r in requests])
         committed = None if even else torch.arange(start, device=length.device) < (length - 1).unsqueeze(1)
         anchors = Anchors(length, self.state[: len(requests)], committed, start)
-        draws = RoundDraws(self._streams(requests), self.drafter.sizes())
+        with self.drafter.clock.part("drafting"):
+            draws = RoundDraws(self._streams(requests), self.drafter.sizes())
         draft = self.drafter.draft(anchors, settings, draws, self.head_cache)
 
         logits, hidden, broken = self._target(draft, anchors, last)
-        with self.drafter.clock.part("verifying"):
+        few = threads_for(len(requests) * logits.shape[-1], logits.device)
+        with self.drafter.clock.part("verifying"), few:
             verified = draft.verify(logits, settings, draws)
         logprobs = self._logprobs(verified, logits)
         self._keep(draft, anchors, verified)

@@ -40,8 +40,11 @@ def residual(target: Tensor, draft: Tensor, weight: Tensor | float = 1.0) -> Ten
     Where nothing is left (p = q and w = 1, or w = 0) a rejection has probability 0 and only rounding leads here: the
     target itself is returned.
     """
-    weight = torch.as_tensor(weight, dtype=target.dtype, device=target.device).unsqueeze(-1)
-    left = (weight * target - draft).clamp(min=0)
+    if isinstance(weight, Tensor):
+        target_part = weight.to(target.dtype).unsqueeze(-1) * target
+    else:
+        target_part = target if weight == 1 else weight * target
+    left = (target_part - draft).clamp_(min=0)
     mass = left.sum(-1, keepdim=True)
     return torch.where(mass > 0, left / torch.where(mass > 0, mass, torch.ones_like(mass)), target)
 

@@ -24,14 +24,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from bebop_kernels import highest
 from torch import Tensor
 
 from bebop.spec.draws import Sampler, sample
 from bebop.spec.streams import Purpose, Streams, Uniforms
 from bebop.spec.tree import NO_NODE, DraftTree, TreeBatch, TreeSpec
-from bebop.spec.warp import Setting, warp
+from bebop.spec.warp import Setting, Warp
 
-_CHUNK = 32  # ids of the vocabulary in a chunk, in the search for its highest
+NOTHING_DRAWN = 1 << 40  # a rank behind all others
 _ABSENT = -1.0  # score of a slot without a token; true scores are >= 0
 
 
@@ -67,41 +68,54 @@ def children(
     draws: Uniforms,
     depth: int,
     *,
-    temperature: Tensor,
-    filters: dict[str, Setting],
+    warp: Warp,
     sampler: Sampler = "inversion",
 ) -> Children:
-    """Leads, probe and fills below each frontier node. logits [B, W, V], valid [B, W], temperature [B]."""
+    """Leads, probe and fills below each frontier node. logits [B, W, V], valid [B, W], warp's temperature [B]."""
     ranked, ids = _support(logits, valid, spec.support)
     size = ranked.shape[-1]
     # ranks are the logits'; rounding in the softmax must not let a lower token pass a higher one
     q = ranked.softmax(-1).cummin(-1).values
     rank = torch.arange(size, device=logits.device)
     slot = torch.arange(spec.width, device=logits.device)
+    at = slot.clamp(max=size - 1).expand(*valid.shape, -1)  # the rank of the token in each slot
     if spec.method == "topk":
-        order = rank.expand(ranked.shape)
         num_probes, leads, proxy, probe_probs = rank[:1] * 0, rank[:1] * 0, q[..., :1], torch.zeros_like(q)
     else:
-        leads = spec.leads_at(temperature).reshape(-1, 1, 1)
-        rest = torch.where(rank < leads, 0.0, warp(ranked, temperature=temperature, **filters))
+        leads = spec.leads_at(warp.temperature).reshape(-1, 1, 1)
+        rest = torch.where(rank < leads, 0.0, warp(ranked))
         mass = rest.sum(-1, keepdim=True)
         probe_probs = rest / torch.where(mass > 0, mass, 1.0)
-        place, num_probes = rank.expand(ranked.shape).to(q.dtype), torch.zeros_like(mass, dtype=torch.long)
+        probes = []
         for number in range(spec.probes):  # without replacement, each at an address of its own
             drawn = sample(rest, draws, Purpose.DRAFT, depth + number * spec.depth, sampler).unsqueeze(-1)
-            found = rest.gather(-1, drawn) > 0
-            slot_there = leads - 1 + (number + 1) / (spec.probes + 1)  # behind the leads, before what else there is
-            place = place.scatter(-1, drawn, torch.where(found, slot_there, place.gather(-1, drawn)))
-            rest, num_probes = rest.scatter(-1, drawn, 0.0), num_probes + found
-        order = place.sort(dim=-1).indices
+            probes.append(torch.where(rest.gather(-1, drawn) > 0, drawn, NOTHING_DRAWN))
+            if number + 1 < spec.probes:
+                rest = rest.scatter(-1, drawn, 0.0)
+        at, num_probes = _arranged(slot, leads, torch.cat(probes, dim=-1), size)
         last_lead = q.gather(-1, (leads - 1).clamp(min=0, max=size - 1).expand(*q.shape[:2], 1))
         off_leads = torch.where(rank < leads, 0.0, q).sum(-1, keepdim=True)  # a float sum is >= each of its terms
         proxy = torch.where(leads == 0, last_lead, torch.minimum(last_lead, off_leads))
     exists = slot < size
-    at = order[..., slot.clamp(max=size - 1)]
     is_probe = ((slot >= leads) & (slot < leads + num_probes) & exists).expand_as(at)
     factors = torch.where(is_probe, proxy, q.gather(-1, at))
     return Children(ids.gather(-1, at), is_probe, torch.where(exists, factors, _ABSENT), ids, probe_probs)
+
+
+def _arranged(slot: Tensor, leads: Tensor, drawn: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The rank of the token in each slot, [B, W, K]: leads, probes as drawn, what is neither; and the number of probes.
+
+    drawn [B, W, L]: the probes' ranks, those that could not be drawn NOTHING_DRAWN and behind the others.
+    """
+    num_probes = (drawn < NOTHING_DRAWN).sum(-1, keepdim=True)
+    at = slot - num_probes
+    for probe in drawn.sort(dim=-1).values.split(1, dim=-1) if drawn.shape[-1] > 1 else (drawn,):
+        at = at + (at >= probe)  # fills pass over it
+    number = slot - leads  # of the probe in this slot
+    at = torch.where(number < 0, slot, at)
+    is_probe = (number >= 0) & (number < num_probes)
+    probe_there = drawn.gather(-1, number.clamp(min=0, max=drawn.shape[-1] - 1).expand_as(at))
+    return torch.where(is_probe, probe_there, at).clamp(max=size - 1), num_probes
 
 
 class TreeGrower:
@@ -145,8 +159,7 @@ class TreeGrower:
         elif batch != frontier.valid.shape[0]:
             raise ValueError(f"logits: {batch} requests came, expected {frontier.valid.shape[0]}")
         valid = self.frontier.valid
-        settings = {"temperature": self._temperature, "filters": self._filters, "sampler": self.sampler}
-        below = children(logits, valid, spec, self.draws, frontier.depth, **settings)
+        below = children(logits, valid, spec, self.draws, frontier.depth, warp=self._warp, sampler=self.sampler)
 
         factors = torch.where(valid.unsqueeze(-1), below.factors, _ABSENT)
         scores = torch.where(factors >= 0, self._frontier_scores.unsqueeze(-1) * factors, _ABSENT).flatten(1)
@@ -210,7 +223,7 @@ class TreeGrower:
         temperature = torch.as_tensor(self._temperature, dtype=dtype, device=device)
         if temperature.shape not in ((), (batch,)):
             raise ValueError(f"temperature: {list(temperature.shape)} came, expected a number or [B] = [{batch}]")
-        self._temperature = temperature.expand(batch)
+        self._warp = Warp(temperature=temperature.expand(batch), **self._filters)
         self._frontier_ids = torch.full((batch, 1), NO_NODE, device=device)
         self._frontier_scores = torch.ones(batch, 1, dtype=dtype, device=device)
         zero = torch.zeros(batch, 1, dtype=torch.long, device=device)
@@ -251,50 +264,11 @@ def grow_tree(
 
 def _support(logits: Tensor, valid: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The highest logits and their ids, [B, W, S], by (logit, then lowest id); all 0 where not valid."""
-    if size < logits.shape[-1] and logits.dtype != torch.float64:
-        logits = logits.float()
-        ids, largest = _highest(logits, size)
-        values = logits.gather(-1, ids)
-        values[..., 0] = largest  # NaN where the row has one
-    else:
-        values, ids = logits.sort(dim=-1, descending=True, stable=True)
-        ids = ids[..., :size]
-    values = torch.where(valid.unsqueeze(-1), values[..., :size], 0.0)
-    values = values if values.dtype == torch.float64 else values.float()
-    bad = ~torch.isfinite(values[..., 0])  # NaN sorts as the largest
+    values, ids = highest(logits.flatten(0, 1), min(size, logits.shape[-1]))
+    values, ids = values.unflatten(0, valid.shape), ids.unflatten(0, valid.shape)
+    values = torch.where(valid.unsqueeze(-1), values, 0.0)
+    bad = ~torch.isfinite(values[..., 0])  # NaN comes first
     if bool(bad.any()):
         row, node = (int(i) for i in bad.nonzero()[0])
         raise ValueError(f"logits: NaN or no finite value in request {row}, frontier node {node}; expected logits")
     return values, ids
-
-
-def _highest(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Ids of the `num` highest logits [..., V] float32 -> [..., num], by (logit, then lowest id), and the maxima [...].
-
-    Where the vocabulary is long, they lie in the `num` highest of its chunks, by (largest logit, then lowest id): each
-    of those holds an id that comes before all of any other chunk.
-    """
-    if logits.shape[-1] < 2 * _CHUNK * num:
-        return _first(_keys(logits, torch.arange(logits.shape[-1], device=logits.device)), num), logits.amax(-1)
-    if logits.shape[-1] % _CHUNK:
-        logits = torch.nn.functional.pad(logits, (0, -logits.shape[-1] % _CHUNK), value=-torch.inf)
-    largest = logits.unflatten(-1, (-1, _CHUNK)).amax(-1)
-    chunks = _first(_keys(largest, torch.arange(largest.shape[-1], device=logits.device)), num)
-    within = torch.arange(_CHUNK, device=logits.device).unsqueeze(-1)
-    # a chunk's ids apart: topk takes three times as long over values that fall by blocks
-    ids = (chunks.unsqueeze(-2) * _CHUNK + within).flatten(-2)
-    return _first(_keys(logits.gather(-1, ids), ids), num), largest.amax(-1)
-
-
-def _keys(values: Tensor, ids: Tensor) -> Tensor:
-    """Integers in the order of (value, then lowest id): a float32's bits, in the order of their values, above the id's.
-
-    Half types tie often, and topk takes any of equal values; of these no two are equal.
-    """
-    bits = (values + 0.0).view(torch.int32)  # + 0.0: no -0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.long() << 32) - ids
-
-
-def _first(keys: Tensor, num: int) -> Tensor:
-    return -keys.topk(num, dim=-1).values & 0xFFFFFFFF

@@ -13,6 +13,56 @@ Setting = float | int | Tensor  # one for all, or [B], one per request
 _NUCLEUS_SLACK = {torch.float64: 1e-12}  # a nucleus that reaches top_p up to rounding is full; else 1e-6
 
 
+class Warp:
+    """`warp` with its settings looked at once: call it with logits as often as needed.
+
+    Raises ValueError as `warp` does: out of range when made, a count other than the logits' B when called.
+    """
+
+    def __init__(
+        self, *, temperature: Setting = 1.0, top_k: Setting = 0, top_p: Setting = 1.0, min_p: Setting = 0.0
+    ) -> None:
+        self.temperature = _setting("temperature", temperature, low=0.0)
+        self._top_k = _setting("top_k", top_k, low=0)
+        self._top_p = _setting("top_p", top_p, low=0.0, high=1.0, low_included=False)
+        self._min_p = _setting("min_p", min_p, low=0.0, high=1.0)
+        greedy = self.temperature == 0
+        self._greedy = greedy if bool(greedy.any()) else None
+        self._divisor = torch.where(greedy, 1.0, self.temperature)
+        self._has_min_p = bool((self._min_p > 0).any())
+        self._has_top = bool((self._top_k > 0).any() or (self._top_p < 1).any())
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if not logits.is_floating_point() or logits.ndim == 0 or logits.shape[-1] == 0:
+            raise ValueError(f"logits: {logits.dtype} {list(logits.shape)} came, expected floats [B, ..., V]")
+        for name in ("temperature", "_top_k", "_top_p", "_min_p"):
+            shape = getattr(self, name).shape
+            if shape and (logits.ndim < 2 or shape[0] != logits.shape[0]):
+                came = f"{name.lstrip('_')}: shape {list(shape)} came"
+                raise ValueError(f"{came}, expected a number or one per request of the batch")
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        top = logits.amax(-1, keepdim=True)  # NaN where the row has one
+        if not bool(torch.isfinite(top).all()):
+            top = top.squeeze(-1)
+            place = [int(i) for i in (~torch.isfinite(top)).nonzero()[0]] if top.ndim else []
+            came = float(top[tuple(place)])
+            raise ValueError(
+                f"logits: largest value {came} in row {place}, expected a finite one (a row of NaN or -inf?)"
+            )
+        # the largest logit is taken off first, so that a small temperature can't overflow
+        probs = ((logits - top) / _against(self._divisor, logits)).softmax(-1)
+        if self._has_min_p:
+            kept = probs >= _against(self._min_p, logits) * probs.amax(-1, keepdim=True)
+            probs = _renormalised(probs * kept)
+        if self._has_top:
+            top_k = self._top_k.to(logits.device).reshape(-1, *(1,) * (logits.ndim - 1))
+            probs = _top(probs, top_k, _against(self._top_p, logits))
+        if self._greedy is not None:
+            point = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+            probs = torch.where(_against(self._greedy, logits, torch.bool), point, probs)
+        return probs
+
+
 def warp(
     logits: Tensor,
     *,
@@ -27,32 +77,7 @@ def warp(
     those with at least min_p times the largest probability.
     Raises ValueError naming the argument: settings out of range or not [B], rows with NaN or without a finite logit.
     """
-    if not logits.is_floating_point() or logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(f"logits: {logits.dtype} {list(logits.shape)} came, expected floats [B, ..., V]")
-    top = logits.amax(-1)  # NaN where the row has one
-    if not bool(torch.isfinite(top).all()):
-        place = [int(i) for i in (~torch.isfinite(top)).nonzero()[0]] if top.ndim else []
-        came = float(top[tuple(place)])
-        raise ValueError(f"logits: largest value {came} in row {place}, expected a finite one (a row of NaN or -inf?)")
-    temperature = _setting("temperature", temperature, logits, low=0.0)
-    top_k = _setting("top_k", top_k, logits, low=0)
-    top_p = _setting("top_p", top_p, logits, low=0.0, high=1.0, low_included=False)
-    min_p = _setting("min_p", min_p, logits, low=0.0, high=1.0)
-
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    greedy = temperature == 0
-    # the largest logit is taken off first, so that a small temperature can't overflow
-    shifted = logits - logits.amax(-1, keepdim=True)
-    probs = (shifted / torch.where(greedy, 1.0, temperature)).softmax(-1)
-    if bool((min_p > 0).any()):
-        kept = probs >= min_p * probs.amax(-1, keepdim=True)
-        probs = _renormalised(probs * kept)
-    if bool((top_k > 0).any() or (top_p < 1).any()):
-        probs = _top(probs, top_k, top_p)
-    if bool(greedy.any()):
-        point = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        probs = torch.where(greedy, point, probs)
-    return probs
+    return Warp(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)(logits)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, **settings: Setting) -> Tensor:
@@ -66,8 +91,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, **settings: Setting) -> Tenso
         raise ValueError(f"tokens: {list(tokens.shape)} came, expected [B, L] = {list(logits.shape[:-1])}")
     at = tokens.clamp(min=0).unsqueeze(-1)
     plain = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1).gather(-1, at).squeeze(-1)
-    greedy = _setting("temperature", settings.get("temperature", 1.0), logits, low=0.0).squeeze(-1) == 0
-    found = torch.where(greedy, plain, warp(logits, **settings).gather(-1, at).squeeze(-1).log())
+    settled = Warp(**settings)
+    greedy = _against(settled.temperature == 0, logits, torch.bool).squeeze(-1)
+    found = torch.where(greedy, plain, settled(logits).gather(-1, at).squeeze(-1).log())
     return torch.where(tokens >= 0, found, torch.nan)
 
 
@@ -84,13 +110,11 @@ def _renormalised(weights: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
-def _setting(
-    name: str, value: Setting, logits: Tensor, *, low: float, high: float | None = None, low_included: bool = True
-) -> Tensor:
-    """The setting against [B, ..., V], checked."""
-    dtype = torch.int64 if name == "top_k" else torch.float64 if logits.dtype == torch.float64 else torch.float32
-    value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else dtype, device=logits.device)
-    if value.ndim > 1 or (value.ndim == 1 and (logits.ndim < 2 or len(value) != logits.shape[0])):
+def _setting(name: str, value: Setting, *, low: float, high: float | None = None, low_included: bool = True) -> Tensor:
+    """The setting as a number or [B], checked; counts as integers."""
+    if not isinstance(value, Tensor):
+        value = torch.as_tensor(value, dtype=torch.int64 if name == "top_k" else torch.float64)
+    if value.ndim > 1:
         raise ValueError(f"{name}: shape {list(value.shape)} came, expected a number or one per request of the batch")
     good = value >= low if low_included else value > low
     good = good & (value <= high) if high is not None else good & torch.isfinite(value)
@@ -99,4 +123,9 @@ def _setting(
         bracket = "[" if low_included else "("
         span = f"{bracket}{low}, {'inf)' if high is None else f'{high}]'}"
         raise ValueError(f"{name}: {came} came, expected a value in {span}")
-    return value.to(dtype).reshape(-1, *(1,) * (logits.ndim - 1)) if value.ndim else value.to(dtype)
+    return value.to(torch.int64) if name == "top_k" else value
+
+
+def _against(setting: Tensor, logits: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The setting on the logits' device, in their dtype, of the rank of [B, ..., V]."""
+    return setting.to(logits.device, dtype or logits.dtype).reshape(-1, *(1,) * (logits.ndim - 1))

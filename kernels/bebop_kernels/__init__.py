@@ -1,10 +1,11 @@
-"""Kernels for total-variation losses: the overlap sum_v min(p_v, q_v) of two token distributions. torch and triton
-only, and triton only where it runs.
+"""Kernels for total-variation losses: the overlap sum_v min(p_v, q_v) of two token distributions; and the search for
+the highest logits, to which draft trees are confined. torch and triton only, and triton only where it runs.
 
 `naive` holds the formulas in their plainest form; `dispatch` says which implementation computes what.
 """
 
 from bebop_kernels import naive
+from bebop_kernels.highest import highest
 from bebop_kernels.linear_overlap import linear_tv_overlap
 from bebop_kernels.linear_rows import linear_rows
 from bebop_kernels.overlap import tv_overlap
@@ -17,6 +18,7 @@ from bebop_kernels.topk import tv_overlap_topk
 __all__ = [
     "Rows",
     "TvStatistics",
+    "highest",
     "linear_rows",
     "linear_tv_overlap",
     "naive",

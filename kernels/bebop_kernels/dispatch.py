@@ -22,6 +22,7 @@ and, by kernel (shapes as in rows.py; arguments are checked but for NaN, +inf an
     <impl>_linear.backward(grad_alpha [K, N], draft_hidden, target_hidden, weight, target_index, temperature, group)
         -> (grad_draft_hidden, grad_weight)             # the weight is trained; grad_draft_hidden summed over the group
     <impl>_statistics.statistics(draft_logits, target_logits, tokens or None, temperature) -> five or seven [N] float32
+    <impl>_highest.highest(logits, num) -> (values, ids) [N, num]    # not in triton: a GPU takes torch's topk
 
 alpha and saved are float32, float64 where both inputs are. `saved` is the implementation's own: by custom the two
 rows' maximum and log-sum, and S. Gradients have the dtype of what they belong to, rounded once. NaN and +inf in logits
@@ -41,6 +42,7 @@ from types import ModuleType
 import torch
 
 IMPLEMENTATIONS = ("auto", "triton", "cpu", "reference")
+ABSENT = {("triton", "highest")}
 _log = logging.getLogger("bebop_kernels")
 
 
@@ -50,7 +52,7 @@ def check_impl(impl: str) -> None:
 
 
 def choose(impl: str, kernel: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
-    """The implementation's name for one call. kernel: overlap, linear or statistics.
+    """The implementation's name for one call. kernel: overlap, linear, statistics or highest.
 
     Raises ValueError with the reason where the one asked for cannot run.
     """
@@ -77,6 +79,8 @@ def unavailable(impl: str, kernel: str, device: torch.device, dtypes: tuple[torc
         return f"needs CPU tensors (they are on {device.type})"
     if impl == "triton" and device.type != "cuda" and not interpreted():
         return f"needs a CUDA or ROCm GPU (tensors are on {device.type}), or TRITON_INTERPRET=1 to debug"
+    if (impl, kernel) in ABSENT:
+        return "has no such kernel"
     try:
         return module(impl, kernel).unavailable(device, dtypes)
     except ImportError as error:

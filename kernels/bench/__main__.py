@@ -18,7 +18,7 @@ import torch
 from contestants import Case, contestants
 from measure import Rates, compare, rates
 
-DTYPES = {"overlap": torch.float32, "linear": torch.bfloat16}
+DTYPES = {"overlap": torch.float32, "linear": torch.bfloat16, "highest": torch.bfloat16}
 
 
 def main() -> None:
@@ -80,11 +80,11 @@ def _row(case: Case, name: str, cost, costs: dict, machine: Rates) -> dict:
         "width": case.width,
         "dtype": str(case.dtype).removeprefix("torch."),
         "implementation": name,
-        "median_ms": round(cost.median_ms, 2),
-        "fastest_ms": round(cost.fastest_ms, 2),
-        "slowest_ms": round(cost.slowest_ms, 2),
+        "median_ms": round(cost.median_ms, 3),
+        "fastest_ms": round(cost.fastest_ms, 3),
+        "slowest_ms": round(cost.slowest_ms, 3),
         "peak_mib": None if cost.peak_mib is None else round(cost.peak_mib, 1),
-        "of_eager": round(costs["eager"].median_ms / cost.median_ms, 2) if "eager" in costs else None,
+        "of_eager": round(costs["eager"].median_ms / cost.median_ms, 3) if "eager" in costs else None,
         "floor_bytes": case.floor_bytes,
         "floor_flop": case.floor_flop,
         "over_floor": round(cost.median_ms / floor_ms, 2),
@@ -98,7 +98,8 @@ def print_table(rows: list[dict]) -> None:
     shape = f"[{first['rows']}, {first['vocab_size']}]"
     if first["kernel"] == "linear":
         shape += f", depth {first['depth']}, width {first['width']}"
-    print(f"{first['kernel']} {shape} {first['dtype']}, forward and backward, {first['threads']} threads")
+    ways = "forward" if first["kernel"] == "highest" else "forward and backward"
+    print(f"{first['kernel']} {shape} {first['dtype']}, {ways}, {first['threads']} threads")
     shown = ("implementation", "median_ms", "fastest_ms", "slowest_ms", "peak_mib", "of_eager", "over_floor")
     print("  ".join(key.rjust(17 if key == "implementation" else 10) for key in shown))
     for row in sorted(rows, key=lambda row: row["median_ms"]):

@@ -1,11 +1,13 @@
 """Who computes alpha and its gradient in the bench: bebop_kernels by implementation, and rivals where they can run.
 
-A contestant is a function of a case's tensors that runs forward and backward once. What cannot run here is named with
-its reason and is no failure.
+A contestant is a function of a case's tensors that runs forward and backward once; `highest` has no backward. What
+cannot run here is named with its reason and is no failure.
 
 | name              | what it is                                                                                      |
 |-------------------|-------------------------------------------------------------------------------------------------|
-| eager             | softmax of both, minimum, sum, by autograd; the linear form through logits, one target for all   |
+| eager             | softmax of both, minimum, sum, by autograd; the linear form through logits, one target for all;  |
+|                   | of `highest`: a stable sort                                                                     |
+| topk              | torch.topk in float32, which leaves open which of equal logits come first (`highest`)            |
 | compile           | the same under torch.compile                                                                    |
 | speculators       | speculators' eager TV loss (logits form)                                                        |
 | speculators_fused | speculators' Triton TV loss (logits form, GPU)                                                  |
@@ -25,11 +27,12 @@ from bebop_kernels import dispatch
 from torch import Tensor
 
 RIVALS = ("eager", "compile", "speculators", "speculators_fused", "liger")
+NUM = 128  # of the highest that are searched: the support of a draft tree
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape. kernel: overlap ([rows, V] logits) or linear (depth x rows anchors, D wide, [V, D] weight)."""
+    """One shape. kernel: overlap or highest ([rows, V] logits), or linear (depth x rows anchors, [V, width] weight)."""
 
     kernel: str
     rows: int
@@ -44,6 +47,8 @@ class Case:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator)
 
+        if self.kernel == "highest":
+            return (normal(self.rows, self.vocab_size).mul_(3).to(device, self.dtype),)
         if self.kernel == "overlap":
             target = normal(self.rows, self.vocab_size).mul_(3)
             draft = normal(self.rows, self.vocab_size).mul_(0.5).add_(target)
@@ -60,8 +65,13 @@ class Case:
 
     @property
     def floor_bytes(self) -> int:
-        """Both logits read once, the gradient written once; hidden states and weight read, gradient written."""
+        """Both logits read once, the gradient written once; hidden states and weight read, gradient written.
+
+        Of `highest`: the logits read once.
+        """
         size = self.dtype.itemsize
+        if self.kernel == "highest":
+            return self.rows * self.vocab_size * size
         if self.kernel == "overlap":
             return 3 * self.rows * self.vocab_size * size
         hidden = (2 * self.depth * self.rows + self.rows + self.depth) * self.width
@@ -70,14 +80,14 @@ class Case:
     @property
     def floor_flop(self) -> int:
         """Products: logits of the K drafts and of the target, and the gradient of the drafts' hidden states."""
-        if self.kernel == "overlap":
+        if self.kernel != "linear":
             return 0
         return 2 * self.vocab_size * self.width * (2 * self.depth * self.rows + self.rows + self.depth)
 
 
 def contestants(case: Case, device: str) -> tuple[dict[str, Callable[..., Tensor]], dict[str, str]]:
-    """(name -> alpha of the case's tensors, 1 - alpha by rivals that give that; name -> why it is left out)."""
-    function = bebop_kernels.tv_overlap if case.kernel == "overlap" else bebop_kernels.linear_tv_overlap
+    """(name -> alpha of the case's tensors, 1 - alpha by rivals that give that, logits; name -> why it is left out)."""
+    function = FUNCTIONS[case.kernel]
     found: dict[str, Callable[..., Tensor]] = {}
     absent: dict[str, str] = {}
     for impl in ("triton", "cpu", "reference"):
@@ -88,6 +98,10 @@ def contestants(case: Case, device: str) -> tuple[dict[str, Callable[..., Tensor
             absent[impl] = reason
         else:
             found[impl] = lambda *tensors, impl=impl: function(*tensors, impl=impl)
+    if case.kernel == "highest":
+        found["eager"] = lambda logits: logits.float().sort(dim=-1, descending=True, stable=True).values[:, :NUM]
+        found["topk"] = lambda logits: logits.float().topk(NUM).values
+        return found, absent
     eager = eager_overlap if case.kernel == "overlap" else eager_linear
     for name in RIVALS:
         try:
@@ -95,6 +109,17 @@ def contestants(case: Case, device: str) -> tuple[dict[str, Callable[..., Tensor
         except (ImportError, RuntimeError) as error:
             absent[name] = str(error).splitlines()[0]
     return found, absent
+
+
+def _highest(logits: Tensor, *, impl: str) -> Tensor:
+    return bebop_kernels.highest(logits, NUM, impl=impl)[0]
+
+
+FUNCTIONS = {
+    "overlap": bebop_kernels.tv_overlap,
+    "linear": bebop_kernels.linear_tv_overlap,
+    "highest": _highest,
+}
 
 
 def eager_overlap(draft: Tensor, target: Tensor) -> Tensor:

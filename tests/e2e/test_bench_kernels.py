@@ -28,6 +28,8 @@ def test_bench_kernels_measures_ours_and_rivals_and_appends(tmp_path, capfd):
         for rival in ("compile", "speculators", "liger", "triton"):
             measured = any(row["implementation"] == rival and row["kernel"] == kernel for row in rows)
             assert measured or summary["left_out"][f"{kernel} {rival}"]
+    names = {row["implementation"] for row in rows if row["kernel"] == "highest"}
+    assert names == {"cpu", "reference", "eager", "topk"} and summary["left_out"]["highest triton"]
     for row in rows:
         assert 0 < float(row["fastest_ms"]) <= float(row["median_ms"]) <= float(row["slowest_ms"])
         assert float(row["peak_mib"]) >= 0 and float(row["over_floor"]) > 0
