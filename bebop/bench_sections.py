@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bebop.sections import Section
 
@@ -55,7 +55,7 @@ class Bench(Section):
     # speculators: heads and memory of training against speculators 0.9.0
     suite: Literal["rollout", "kernels", "tree", "speculators"] = "rollout"
     # requests in flight
-    batch_sizes: list[int] = Field(default_factory=lambda: [1, 8, 64])
+    batch_sizes: list[Annotated[int, Field(ge=1)]] = Field(default_factory=lambda: [1, 8, 64], min_length=1)
     # repetitions, of which the median counts
     repeats: int = Field(3, ge=1)
     # shapes, for suite=kernels
@@ -64,3 +64,9 @@ class Bench(Section):
     tree: TreeBench = TreeBench()
     # what to train and measure, for suite=speculators
     speculators: SpeculatorsBench = SpeculatorsBench()
+
+    @model_validator(mode="after")
+    def _each_size_once(self) -> Bench:
+        if len(set(self.batch_sizes)) < len(self.batch_sizes):
+            raise ValueError(f"bench.batch_sizes={self.batch_sizes}: expected each of them once")
+        return self

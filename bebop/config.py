@@ -69,6 +69,7 @@ __all__ = [
     "TreeName",
     "check",
     "check_depth",
+    "check_tasks",
     "check_untruncated",
 ]
 
@@ -95,6 +96,7 @@ class SftConfig(Run):
     @model_validator(mode="after")
     def _draft_fits_head(self) -> SftConfig:
         check_depth(self.rollout, self.sft.depth, "sft.depth")
+        check_untruncated(self.rollout)
         return self
 
 
@@ -110,6 +112,7 @@ class GrpoConfig(Run):
     @model_validator(mode="after")
     def _rollouts_are_trainable(self) -> GrpoConfig:
         check_untruncated(self.rollout)
+        check_tasks(self.data, "grpo")
         return self
 
 
@@ -128,6 +131,7 @@ class DemoConfig(Run):
     def _stages_agree(self) -> DemoConfig:
         check_depth(self.rollout, self.sft.depth, "sft.depth")
         check_untruncated(self.rollout)
+        check_tasks(self.data, "demo")
         return self
 
 
@@ -185,6 +189,24 @@ class BenchConfig(Run):
     bench: Bench = Bench()
     logger: Logger = Logger()
 
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> BenchConfig:
+        if self.bench.suite != "speculators":
+            check_tasks(self.data, "bench")
+        rollout = self.rollout
+        if self.bench.suite == "tree" and (rollout.top_p, rollout.top_k) != (1.0, 0):
+            raise ConfigError(
+                f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k} in bench tree: trees are scored "
+                "against whole distributions; set rollout.top_p=1.0 rollout.top_k=0"
+            )
+        most = max(self.bench.batch_sizes)
+        if self.bench.suite == "rollout" and most > rollout.max_num_seqs:
+            raise ConfigError(
+                f"bench.batch_sizes={self.bench.batch_sizes}: the engine holds rollout.max_num_seqs="
+                f"{rollout.max_num_seqs} requests at once; raise it or leave out the larger sizes"
+            )
+        return self
+
 
 class DoctorConfig(Run):
     doctor: Doctor = Doctor()
@@ -219,13 +241,22 @@ def check_depth(rollout: RolloutSection, depth: int, key: str) -> None:
 
 
 def check_untruncated(rollout: RolloutSection) -> None:
-    """Raise on truncated training rollouts: the engine renormalises over the kept set, the trainer does not."""
+    """Raise on truncated text to train on: the engine renormalises over the kept set, losses and trainer do not."""
     for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         if value != off:
             raise ConfigError(
-                f"rollout.{key}={value}: training on truncated sampling biases every importance ratio; "
-                f"set rollout.{key}={off}"
+                f"rollout.{key}={value}: training on truncated sampling biases what is trained against whole "
+                f"distributions, every importance ratio of RL included; set rollout.{key}={off}"
             )
+
+
+def check_tasks(data: Data, command: str) -> None:
+    """Raise where a command that makes its prompts of data.tasks is given a file."""
+    if data.source == "parquet":
+        raise ConfigError(
+            f"data.source=parquet in {command}: its prompts are made of data.tasks; set data.source=self_distill "
+            "data.path=null"
+        )
 
 
 def check(command: str, values: dict[str, Any]) -> Run:

@@ -100,6 +100,14 @@ class Data(Section):
     # processes and later runs map), or stream: the backbone runs with every batch. The size is checked before training
     cache_hidden: Literal["memory", "disk", "stream"] = "memory"
 
+    @model_validator(mode="after")
+    def _source_has_its_file(self) -> Data:
+        if self.source == "parquet" and self.path is None:
+            raise ValueError("data.source=parquet without a file: set data.path=<file>.parquet")
+        if self.source != "parquet" and self.path is not None:
+            raise ValueError(f"data.path={self.path} with data.source={self.source}: set data.source=parquet")
+        return self
+
 
 class Loss(Section):
     # training loss of the heads
@@ -111,7 +119,7 @@ class Loss(Section):
     warmup_share: float = Field(0.6, ge=0, le=1)
     # temperature inside the loss; the rollout's
     temperature: float = Field(1.0, gt=0)
-    # clamp of the loss from above, applied by autograd (gradient 0 where it clamps); null: off
+    # clamp of tv and e2e_tv from above, applied by autograd (gradient 0 where it clamps); null: off
     tau_max: float | None = Field(None, gt=0)
     # implementation of the kernels
     impl: Impl = "auto"

@@ -29,12 +29,13 @@ from bebop.backbone import prepare_policy
 from bebop.bench import planner
 from bebop.bench.probe import Probed, difference, memory_bytes_per_s, probe, weight_bytes
 from bebop.config import BenchConfig
-from bebop.data import encode_prompt, load_tokenizer, make_prompts
+from bebop.data import load_tokenizer, make_prompts
 from bebop.doctor.installed import device, installed
 from bebop.draft_schedule import from_sizes, k_for, text
 from bebop.engines import RolloutEngine, make_engine
 from bebop.monitor import print_table, write_summary
 from bebop.records import DraftCounts, Rollout, Sampling
+from bebop.sft.text import encode_prompts
 
 TURN_TOKENS, TURN_BATCHES = 384, 2
 
@@ -280,7 +281,7 @@ def _batch(prompts: list[list[int]], size: int, number: int) -> list[list[int]]:
 def _prompts(config: BenchConfig, policy_dir: Path) -> list[list[int]]:
     tokenizer = load_tokenizer(policy_dir)
     made = make_prompts(config.data.tasks, max(16, *config.bench.batch_sizes), config.seed, "eval")
-    return [encode_prompt(tokenizer, prompt) for prompt in made]
+    return [ids for _, ids in encode_prompts(made, config.data, tokenizer)]
 
 
 def _median(values: list[float | None]) -> float | None:

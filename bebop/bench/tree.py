@@ -27,11 +27,12 @@ from bebop.backbone import prepare_policy
 from bebop.bench import tree_plots
 from bebop.bench.tree_score import TreeScorer
 from bebop.config import BenchConfig, ConfigError, RolloutSection
-from bebop.data import encode_prompt, load_tokenizer, make_prompts
+from bebop.data import load_tokenizer, make_prompts
 from bebop.doctor.installed import device
 from bebop.engines.torch_engine import TorchEngine
 from bebop.monitor import print_table, write_summary
 from bebop.records import Rollout, Sampling
+from bebop.sft.text import encode_prompts
 from bebop.spec import TreeSpec
 
 RRSW_LEADS = 1  # the m at which RRSw is compared
@@ -126,7 +127,7 @@ def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
     policy_dir = prepare_policy(config.model, config.seed)
     tokenizer = load_tokenizer(policy_dir)
     made = make_prompts(config.data.tasks, config.bench.tree.num_prompts, config.seed, "eval")
-    prompts = [encode_prompt(tokenizer, prompt) for prompt in made]
+    prompts = [ids for _, ids in encode_prompts(made, config.data, tokenizer)]
     kinds = variants(config)
     engines: dict[str, TorchEngine] = {}
     rows: list[Measured] = []

@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from bebop.cli import compose, main
-from bebop.config import COMMANDS, ConfigError, check
+from bebop.cli import compose, main, said_by_bebop
+from bebop.config import COMMANDS, ConfigError, check, check_depth
 from bebop.overrides import Arguments, parse
+from bebop.spec.warp import warp
 
 
 def composed(command: str, *words: str) -> dict:
@@ -53,9 +55,51 @@ def test_group_option_that_does_not_exist_names_the_nearest(capsys):
     assert "loss=e2e_tv" in capsys.readouterr().err
 
 
-def test_truncated_training_rollouts_are_refused(capsys):
-    assert main(["grpo", "rollout.top_p=0.8"]) == 2
+@pytest.mark.parametrize("command", ["sft", "grpo", "demo", "eval"])
+def test_truncated_training_rollouts_are_refused(command, capsys):
+    assert main([command, "rollout.top_p=0.8"]) == 2
     assert "rollout.top_p=0.8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sft", "data.source=parquet"], "set data.path=<file>.parquet"),
+        (["sft", "data.path=x.parquet"], "data.path=x.parquet with data.source=self_distill: set data.source=parquet"),
+        (["grpo", "data.source=parquet", "data.path=x.parquet"], "data.source=parquet in grpo"),
+        (["bench", "data.source=parquet", "data.path=x.parquet", "bench=rollout"], "data.source=parquet in bench"),
+        (["bench", "bench=rollout", "bench.batch_sizes=[]"], "bench.batch_sizes=[]"),
+        (["bench", "bench=rollout", "bench.batch_sizes=[0]"], "bench.batch_sizes.0=0"),
+        (["bench", "bench=rollout", "bench.batch_sizes=[8,8]"], "bench.batch_sizes=[8, 8]: expected each of them once"),
+        (["bench", "bench=rollout", "rollout.max_num_seqs=4"], "rollout.max_num_seqs=4"),
+        (["bench", "bench=tree", "rollout.top_k=5"], "rollout.top_k=5 in bench tree"),
+    ],
+)
+def test_what_would_be_ignored_is_refused_in_one_line(words, message, capsys):
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+
+
+def test_what_bebop_says_itself_is_one_line_and_a_fault_keeps_its_traceback(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    assert main(["sft", "model=hf", f"model.path={tmp_path}", f"run_dir={tmp_path / 'run'}"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("bebop: error: ") and "gpt2" in told and told.count("\n") == 1
+
+    def fault_of(act) -> Exception:
+        with pytest.raises(Exception) as caught:
+            act()
+        return caught.value
+
+    assert said_by_bebop(fault_of(lambda: check_depth(composed_rollout(), 1, "sft.depth")))
+    assert not said_by_bebop(fault_of(lambda: int("x")))
+    assert not said_by_bebop(fault_of(lambda: warp(torch.zeros(2, 4), temperature="x")))
+    assert said_by_bebop(fault_of(lambda: warp(torch.zeros(2, 4), temperature=-1.0)))
+
+
+def composed_rollout():
+    return check("sft", composed("sft")).rollout
 
 
 def test_async_without_a_correction_is_refused(capsys):
