@@ -36,8 +36,9 @@ def head_loss(
 
     name: hard_ce, kl, reverse_kl, tv, lk, lk_hybrid (each the mean over depths) or e2e_tv (over the whole draft).
     draft_hidden [K, N, D] with gradient; target_hidden [M, D]; weight [V, D]; target_index long [K, N], rows of
-    target_hidden; labels long [K, N], the text's tokens (used by hard_ce alone). tau_max clamps each anchor's loss
-    from above, by autograd, so the gradient is 0 where it clamps. Returns (scalar, alpha [K, N] detached float32).
+    target_hidden; labels long [K, N], the text's tokens (used by hard_ce alone). tau_max clamps each anchor's
+    loss of tv and e2e_tv alone, which lie in [0, 1], by autograd: its gradient is 0 where it clamps. Returns (scalar,
+    alpha [K, N] detached float32).
     impl: as in linear_tv_overlap for tv, e2e_tv and lk; the others have the reference alone and refuse another.
     Without anchors the loss is 0, with a zero gradient. Raises ValueError naming the argument; an unknown name lists
     the known ones.
@@ -64,7 +65,7 @@ def head_loss(
         per_anchor = per_depth.mean(0)
     else:
         raise ValueError(f"name={name!r}: expected one of {', '.join(LOSSES)}; set loss.name")
-    if tau_max is not None:
+    if tau_max is not None and name in ("tv", "e2e_tv"):
         per_anchor = per_anchor.clamp(max=tau_max)
     loss = per_anchor.mean() if per_anchor.numel() else draft_hidden.float().sum() * 0
     return loss, alpha.detach().float()

@@ -6,6 +6,7 @@ one section between two marks, which a later training replaces.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 import yaml
 
+log = logging.getLogger(__name__)
 CARD = "README.md"
 BEGIN, END = "<!-- bebop: heads -->", "<!-- bebop: end of heads -->"
 TAGS = ("speculative-decoding", "multi-token-prediction", "bebop")
@@ -23,7 +25,7 @@ FRONT = re.compile(r"\A---\n(.*?)\n---\n?", re.DOTALL)
 def write_card(checkpoint: Path, made: Mapping[str, Any]) -> None:
     """Write the card of `checkpoint`, over the one that is there, if any. made: the provenance in its bebop.json.
 
-    Raises ValueError where the front matter of the card that is there is no YAML mapping.
+    Front matter that is no YAML mapping stays in the text as it is, behind the new one.
     """
     path = checkpoint / CARD
     part = path.with_name(f"{CARD}.{os.getpid()}.part")
@@ -53,9 +55,13 @@ def _split(card: str) -> tuple[dict[str, Any], str]:
     found = FRONT.match(card)
     if not found:
         return {}, card
-    front = yaml.safe_load(found[1])
+    try:
+        front = yaml.safe_load(found[1])
+    except yaml.YAMLError:
+        front = None
     if not isinstance(front, dict):
-        raise ValueError(f"{CARD} of the policy: its front matter is {type(front).__name__}, expected key: value lines")
+        log.warning("%s of the policy: its front matter is no YAML mapping; it is kept as text", CARD)
+        return {}, card
     return front, card[found.end() :]
 
 

@@ -42,7 +42,13 @@ class Training:
         self.cold = head is None or trained_depth(job.policy_dir) == 0
         if head is None:
             head = init_heads(job.policy_dir, how=config.model.mtp_init, seed=config.seed)
-        if not self.cold:
+        if not self.cold and self.sft.regression_steps:
+            if not self.sft.steps:
+                raise ValueError(
+                    f"sft.steps=0 with sft.regression_steps={self.sft.regression_steps}: the policy has trained heads, "
+                    "which regression is not for, so nothing would be trained; set sft.steps"
+                )
+            log.info("sft: no regression, the policy has trained heads")
             self.sft = self.sft.model_copy(update={"regression_steps": 0})
         self.loss = resolve_warmup(config.loss, cold=self.cold)
         whose = "fresh" if self.cold else "the policy's own"

@@ -123,6 +123,14 @@ def test_tau_max_clamps_the_loss_and_stops_its_gradient():
     assert (arguments[0].grad == 0).all()
 
 
+@pytest.mark.parametrize("name", ["lk", "kl", "hard_ce"])
+def test_tau_max_is_not_for_losses_beyond_1_such_as_those_of_the_warm_up(name):
+    arguments = inputs()
+    loss, _ = head_loss(name, *arguments, tau_max=0.01)
+    loss.backward()
+    assert loss.item() > 0.01 and (arguments[0].grad != 0).any()
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_disjoint_draft_and_target_stay_finite(name):
     """Each certain of another token: alpha is 0 in float32."""

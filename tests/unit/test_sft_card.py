@@ -87,9 +87,13 @@ def test_given_text_is_said_to_bias_the_length(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["README.md"]
 
 
-def test_front_matter_that_is_no_mapping_is_an_error():
-    with pytest.raises(ValueError, match="front matter is list"):
-        merge("---\n- a\n---\n", MADE)
+@pytest.mark.parametrize("front", ["- a", "title: My model: the best", "My model", ""])
+def test_front_matter_that_is_no_mapping_costs_no_training(front):
+    """The card is the last thing that a run writes."""
+    odd = f"---\n{front}\n---\n# Mine\n"
+    made = merge(odd, MADE)
+    assert odd in made and made.startswith("---\n") and "speculative-decoding" in made
+    assert merge(made, MADE) == made
 
 
 @pytest.mark.parametrize(
