@@ -21,10 +21,10 @@ def threads_for(elements: int, device: torch.device) -> Iterator[None]:
     if device.type != "cpu" or elements > FEW_ELEMENTS:
         yield
         return
-    with _pools().limit(limits=1, user_api="openmp"):
+    with _pools().limit(limits=1):
         yield
 
 
 @functools.cache
 def _pools() -> ThreadpoolController:
-    return ThreadpoolController()
+    return ThreadpoolController().select(user_api="openmp")  # no other pool is set back at the end

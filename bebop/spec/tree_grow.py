@@ -158,6 +158,8 @@ class TreeGrower:
             self._start(logits)
         elif batch != frontier.valid.shape[0]:
             raise ValueError(f"logits: {batch} requests came, expected {frontier.valid.shape[0]}")
+        elif logits.shape[-1] != self._vocab_size:
+            raise ValueError(f"logits: V = {logits.shape[-1]} came, expected {self._vocab_size} as before")
         valid = self.frontier.valid
         below = children(logits, valid, spec, self.draws, frontier.depth, warp=self._warp, sampler=self.sampler)
 
@@ -218,7 +220,7 @@ class TreeGrower:
         )
 
     def _start(self, logits: Tensor) -> None:
-        batch, device = logits.shape[0], logits.device
+        batch, device, self._vocab_size = logits.shape[0], logits.device, logits.shape[-1]
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         temperature = torch.as_tensor(self._temperature, dtype=dtype, device=device)
         if temperature.shape not in ((), (batch,)):

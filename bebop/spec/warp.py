@@ -26,9 +26,6 @@ class Warp:
         self._top_k = _setting("top_k", top_k, low=0)
         self._top_p = _setting("top_p", top_p, low=0.0, high=1.0, low_included=False)
         self._min_p = _setting("min_p", min_p, low=0.0, high=1.0)
-        greedy = self.temperature == 0
-        self._greedy = greedy if bool(greedy.any()) else None
-        self._divisor = torch.where(greedy, 1.0, self.temperature)
         self._has_min_p = bool((self._min_p > 0).any())
         self._has_top = bool((self._top_k > 0).any() or (self._top_p < 1).any())
 
@@ -50,16 +47,20 @@ class Warp:
                 f"logits: largest value {came} in row {place}, expected a finite one (a row of NaN or -inf?)"
             )
         # the largest logit is taken off first, so that a small temperature can't overflow
-        probs = ((logits - top) / _against(self._divisor, logits)).softmax(-1)
+        temperature = _against(self.temperature, logits)
+        greedy = temperature == 0  # as the logits' type has it
+        any_greedy = bool(greedy.any())
+        divisor = torch.where(greedy, 1.0, temperature) if any_greedy else temperature
+        probs = ((logits - top) / divisor).softmax(-1)
         if self._has_min_p:
             kept = probs >= _against(self._min_p, logits) * probs.amax(-1, keepdim=True)
             probs = _renormalised(probs * kept)
         if self._has_top:
             top_k = self._top_k.to(logits.device).reshape(-1, *(1,) * (logits.ndim - 1))
             probs = _top(probs, top_k, _against(self._top_p, logits))
-        if self._greedy is not None:
+        if any_greedy:
             point = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-            probs = torch.where(_against(self._greedy, logits, torch.bool), point, probs)
+            probs = torch.where(greedy, point, probs)
         return probs
 
 
@@ -89,10 +90,12 @@ def token_logprobs(logits: Tensor, tokens: Tensor, **settings: Setting) -> Tenso
     """
     if tokens.shape != logits.shape[:-1]:
         raise ValueError(f"tokens: {list(tokens.shape)} came, expected [B, L] = {list(logits.shape[:-1])}")
+    if tokens.numel() and int(tokens.max()) >= logits.shape[-1]:
+        raise ValueError(f"tokens: {int(tokens.max())} came, expected ids in [0, {logits.shape[-1]}), or -1 for none")
     at = tokens.clamp(min=0).unsqueeze(-1)
     plain = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1).gather(-1, at).squeeze(-1)
     settled = Warp(**settings)
-    greedy = _against(settled.temperature == 0, logits, torch.bool).squeeze(-1)
+    greedy = (_against(settled.temperature, plain.unsqueeze(-1)) == 0).squeeze(-1)
     found = torch.where(greedy, plain, settled(logits).gather(-1, at).squeeze(-1).log())
     return torch.where(tokens >= 0, found, torch.nan)
 
@@ -113,7 +116,9 @@ def _renormalised(weights: Tensor) -> Tensor:
 def _setting(name: str, value: Setting, *, low: float, high: float | None = None, low_included: bool = True) -> Tensor:
     """The setting as a number or [B], checked; counts as integers."""
     if not isinstance(value, Tensor):
-        value = torch.as_tensor(value, dtype=torch.int64 if name == "top_k" else torch.float64)
+        value = torch.as_tensor(value, dtype=torch.float64)
+    if name == "top_k" and bool((value != value.round()).any()):
+        raise ValueError(f"top_k: {value.tolist()} came, expected whole numbers")
     if value.ndim > 1:
         raise ValueError(f"{name}: shape {list(value.shape)} came, expected a number or one per request of the batch")
     good = value >= low if low_included else value > low
@@ -126,6 +131,6 @@ def _setting(name: str, value: Setting, *, low: float, high: float | None = None
     return value.to(torch.int64) if name == "top_k" else value
 
 
-def _against(setting: Tensor, logits: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _against(setting: Tensor, logits: Tensor) -> Tensor:
     """The setting on the logits' device, in their dtype, of the rank of [B, ..., V]."""
-    return setting.to(logits.device, dtype or logits.dtype).reshape(-1, *(1,) * (logits.ndim - 1))
+    return setting.to(logits.device, logits.dtype).reshape(-1, *(1,) * (logits.ndim - 1))

@@ -165,12 +165,22 @@ def test_run_ends_at_a_stop_token_inside_it():
         ({"top_p": 1.1}, "top_p: 1.1"),
         ({"min_p": -1.0}, "min_p: -1.0"),
         ({"top_k": -1}, "top_k: -1"),
+        ({"top_k": 0.9}, "top_k: 0.9 came, expected whole numbers"),
         ({"temperature": torch.ones(3)}, r"temperature: shape \[3\] came, expected a number or one per request"),
     ],
 )
 def test_unfit_settings_are_refused_by_name(settings, message):
     with pytest.raises(ValueError, match=message):
         warp(torch.zeros(2, 4), **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_temperature_that_rounds_to_0_is_0(dtype):
+    logits, token = torch.tensor([[[2.0, 1.0, 0.0]]], dtype=dtype), torch.zeros(1, 1, dtype=torch.long)
+    for temperature in (1e-46, torch.tensor([1e-46], dtype=torch.float64)):
+        assert warp(logits, temperature=temperature).tolist() == [[[1, 0, 0]]]
+    found = token_logprobs(logits.float(), token, temperature=1e-46)
+    assert float(found) == pytest.approx(-0.4076, abs=1e-4)
 
 
 def test_rows_without_a_distribution_are_refused_by_place():
