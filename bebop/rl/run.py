@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,9 +92,18 @@ def _reason(run_dir: Path, code: int) -> str:
     file = run_dir / "error.json"
     if file.exists():
         message = json.loads(file.read_text())["message"]
-        return f"{message.splitlines()[0]} (details in {file}, all output in {run_dir / 'grpo.log'})"
+        return f"{told(message)} (details in {file}, all output in {run_dir / 'grpo.log'})"
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return f"the trainer's process ended with {how}; its output is in {run_dir / 'grpo.log'}"
+
+
+def told(message: str) -> str:
+    """An error's own line: its first, or the one that ends the traceback with which Ray brings a worker's error."""
+    lines = message.splitlines()
+    if "ray::" not in lines[0]:
+        return lines[0]
+    named = [line for line in lines[1:] if re.match(r"(\w+\.)*\w+: \S", line)]
+    return named[-1] if named else lines[-1].strip()
 
 
 def end_processes(run_dir: Path, *, grace_s: float) -> int:

@@ -20,15 +20,17 @@ from bebop.engines.schedule import vllm_ranges
 from bebop.wording import nearest
 
 LOGITS_BUDGET = 2**27  # largest number of logits in one training micro-batch, a fp32 tensor of 512 MiB
+SERVED_FAMILY = "mimo"  # of bebop.mtp.families: the one whose names the engines take updates under
 PROBS_DIFF_LIMIT = {"float32": 1e-5, "bfloat16": 0.1}  # on on-policy samples, by the type that policies are loaded in
 POLL_INTERVAL_S = 0.05  # verl's replay buffer looks for finished groups this often; its default is 2 s
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What the composing needs to know of the policy directory."""
+    """What the composing needs to know of the policy directory. family: of its heads; None: unknown to bebop."""
 
     path: Path
+    family: str | None
     vocab_size: int
     hidden_size: int
     mtp_layers: int
@@ -36,17 +38,21 @@ class Policy:
 
     @classmethod
     def read(cls, path: Path) -> Policy:
+        from bebop.mtp.families import claimed_layers, decoder_config, known_family  # these import transformers
+
         config_file = path / "config.json"
         if not config_file.exists():
             raise ConfigError(f"{path}: no config.json there; expected a Hugging Face directory with the policy")
         config = json.loads(config_file.read_text())
         provenance_file = path / "bebop.json"
         provenance = json.loads(provenance_file.read_text()) if provenance_file.exists() else {}
+        family, decoder = known_family(config), decoder_config(config)
         return cls(
             path=path,
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            mtp_layers=config.get("num_nextn_predict_layers", 0) or 0,
+            family=family.name if family else None,
+            vocab_size=decoder["vocab_size"],
+            hidden_size=decoder["hidden_size"],
+            mtp_layers=claimed_layers(config),
             mtp_depth=provenance.get("mtp_depth"),
         )
 
@@ -71,6 +77,11 @@ def compose(
 def check(config: GrpoConfig, policy: Policy, *, num_gpus: int) -> None:
     """Raise ConfigError on what verl or vLLM would do wrong without saying so."""
     rollout, data = config.rollout, config.data
+    if policy.family != SERVED_FAMILY:
+        raise ConfigError(
+            f"model: the policy in {policy.path} is of family {policy.family or 'unknown'}; grpo updates engines in "
+            "the MiMo layout alone, which Qwen2, Llama and Mistral policies have or are mapped to"
+        )
     for task in data.tasks:
         if not has_verifier(task.name):
             raise ConfigError(f"data.tasks name={task.name}: has no verifier, so no reward; choose another task for RL")

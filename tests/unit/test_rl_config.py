@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bebop.config import ConfigError, GrpoConfig, check
+from bebop.rl.run import told
 from bebop.rl.verl_config import Policy, compose, literal, micro_batch, save
 
 
@@ -137,6 +139,20 @@ def test_what_would_sample_another_policy_is_refused(policy: Policy, tmp_path: P
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "published",
+    [
+        {"model_type": "qwen3_next", "vocab_size": 9, "hidden_size": 8, "num_nextn_predict_layers": 1},
+        {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "vocab_size": 9, "hidden_size": 8}},
+    ],
+)
+def test_a_family_that_engines_take_no_updates_of_is_refused_before_ray_starts(published: dict, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    with pytest.raises(ConfigError, match=r"of family qwen3_.*MiMo layout alone") as caught:
+        compose(grpo_config(), Policy.read(tmp_path), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_draft_deeper_than_the_head_names_both_numbers(policy: Policy, tmp_path: Path):
     import dataclasses
 
@@ -175,3 +191,16 @@ def test_micro_batches_divide_the_batch_and_bound_the_logits(policy: Policy):
     assert micro_batch(12, data, 300) == 12
     assert micro_batch(128, data, 150_000) == 4
     assert micro_batch(7, data, 10**9) == 1
+
+
+def test_the_line_of_a_workers_error_is_its_own_and_not_rays():
+    """As Ray words it: whose error, where, what."""
+    message = (
+        "\x1b[36mray::WorkerDict.init_model()\x1b[39m (pid=1, ip=192.0.2.2, actor_id=ab, repr=<object at 0x7f>)\n"
+        '  File "worker.py", line 36, in init_model\n    super().init_model()\n           ^^^^\n'
+        "OSError: no file named model.safetensors found in directory here."
+    )
+    assert told(message) == "OSError: no file named model.safetensors found in directory here."
+    assert told("3 group(s) of responses failed: ValueError: x\nTraceback ...") == (
+        "3 group(s) of responses failed: ValueError: x"
+    )
