@@ -123,14 +123,15 @@ def _checked_config(source: Path) -> dict[str, Any]:
     config = json.loads(path.read_text())
     kind, architectures = config.get("model_type"), config.get("architectures") or []
     family = known_family(config)
-    if len(architectures) == 1 and (kind, architectures[0]) in {*MAPPED, ("qwen2", ARCHITECTURE)}:
+    taken = (*MAPPED, *((name, ARCHITECTURE) for name in MIMO.classes))
+    if len(architectures) == 1 and (kind, architectures[0]) in taken:
         return config
     if family is None or family is MIMO:
         native = ", ".join(kind for family in FAMILIES if family is not MIMO for kind in family.classes)
         raise ValueError(
             f"model.path={source}: model_type {kind} with architectures {architectures}; expected model_type qwen2 "
-            f"(Qwen2ForCausalLM or {ARCHITECTURE}), llama or mistral, mapped to the MiMo layout, or {native} as it is; "
-            "another family takes a row of FAMILIES in bebop/mtp/families.py"
+            f"(Qwen2ForCausalLM), llama or mistral, mapped to the MiMo layout, or {'/'.join(MIMO.classes)} with "
+            f"{ARCHITECTURE}, {native} as it is; another family takes a row of FAMILIES in bebop/mtp/families.py"
         )
     return config
 

@@ -9,8 +9,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bebop.backbone.layout import config_dict, policy_shapes, write_policy
+from bebop.backbone.layout import ARCHITECTURE, config_dict, policy_shapes, write_policy
 from bebop.data.tokenizer import token_ids, write_integer_tokenizer, write_tiny_tokenizer
+from bebop.mtp.families import MIMO
+
+# What a published MiMo's config.json says otherwise than the MiMo layout, or beside it; its code is not there.
+PUBLISHED = {
+    "architectures": [ARCHITECTURE],
+    "model_type": "mimo",
+    "auto_map": {
+        "AutoConfig": "configuration_mimo.MiMoConfig",
+        "AutoModel": "modeling_mimo.MiMoModel",
+        "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM",
+    },
+    "attention_bias": True,
+    "rope_scaling": None,
+    "rope_theta": 640000,
+    "sliding_window": 32768,
+    "use_mrope": False,
+}
 
 
 def random_checkpoint(
@@ -29,7 +46,8 @@ def random_checkpoint(
 ) -> Path:
     """Write a random checkpoint into `dest` and return it.
 
-    model_type: qwen2 is the MiMo layout; or another of bebop.mtp.families, linear_layers: with its linear attention.
+    model_type: qwen2 is the MiMo layout, mimo the same as MiMo is published; or another of bebop.mtp.families,
+    linear_layers: with its linear attention.
     vocab: "tiny" takes the tiny policy's tokenizer; an integer n a trivial one with the ids 0..n-1.
     Logits have standard deviation 1.2 or so and depend on the whole prefix, so that distributions are neither flat nor
     certain and the MTP layer agrees with the decoder in part.
@@ -51,13 +69,15 @@ def random_checkpoint(
         "pad_id": pad_id,
         "dtype": dtype,
     }
-    if model_type != "qwen2":
+    if model_type not in MIMO.classes:
         from bebop.backbone.random_family import family_config, write_random_family
 
         other = family_config(model_type, **sizes, linear_layers=linear_layers)
         write_random_family(dest, other, seed, mtp=mtp)
         return dest
     config = config_dict(**sizes, mtp=mtp)
+    if model_type == "mimo":
+        config |= PUBLISHED | {"head_dim": hidden_size // num_heads}
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: _draw(name, shape, generator) for name, shape in policy_shapes(config).items()}
     write_policy(dest, config, tensors, {"made_by": "bebop.backbone.random_checkpoint", "seed": seed, "config": config})

@@ -19,6 +19,7 @@ from torch import Tensor
 from bebop.engines.base import EngineRefused
 from bebop.engines.torch_cache import Window
 from bebop.mtp.checkpoint import Tensors
+from bebop.mtp.families import MIMO
 from bebop.mtp.head import HEAD_PREFIX, LAYER_PREFIX
 
 PACKED_ROWS = 16  # rows that the packed layout is chosen for; it serves any number
@@ -144,7 +145,7 @@ class Policy:
         from transformers import AutoConfig
 
         self.config, self.dtype, self.device = AutoConfig.from_pretrained(policy_dir), dtype, device
-        if self.config.model_type != "qwen2" or getattr(self.config, "use_sliding_window", False):
+        if self.config.model_type not in MIMO.classes or getattr(self.config, "use_sliding_window", False):
             raise EngineRefused(
                 f"{policy_dir}: model_type {self.config.model_type!r}, sliding window "
                 f"{getattr(self.config, 'use_sliding_window', False)}; rollout.engine=torch runs Qwen2-type policies "

@@ -2,14 +2,19 @@
 
 It must stay cheap and must never break a vLLM that has nothing to do with bebop: what does not fit the installed
 version is left alone with one log line, and bebop's own engine refuses to start instead (`vllm_patches.require`).
-`BEBOP_ENGINE_FIXES=0` switches everything off.
+`BEBOP_ENGINE_FIXES=0` switches the fixes off.
 """
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Apply the fixes that the installed vLLM and platform need. Safe to call any number of times."""
+    """Apply the fixes that the installed vLLM and platform need. Safe to call any number of times.
+
+    And let transformers know the config of MiMo as published, which vLLM has the model of, but would take the
+    checkpoint's own code to read.
+    """
+    import bebop.mimo  # noqa: F401
     from bebop.engines import vllm_patches
     from bebop.engines.environment import enter_engine_process
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bebop.mtp.families import claimed_layers, decoder_config, family_of, is_head_name, known_family
+from bebop.mtp.families import MIMO, claimed_layers, decoder_config, family_of, is_head_name, known_family
 from bebop.records import WeightChecksums
 
 SINGLE, INDEX, HEADS_SHARD = "model.safetensors", "model.safetensors.index.json", "model-mtp-heads.safetensors"
@@ -215,7 +215,7 @@ def _check_claims(source_dir: Path, config: dict[str, Any], names: set[str]) -> 
     if layers and not claimed:
         claimed = len(layers)
         config = _with_decoder(config, {family.count_key: claimed})
-    if layers and decoder["model_type"] == "qwen2":
+    if layers and family is MIMO:
         # By this name the engine finds the MTP layer; under Qwen2ForCausalLM it would not look for one.
         config = {**config, "architectures": ["MiMoForCausalLM"]}
     absent = sorted(set(range(claimed)) - layers)

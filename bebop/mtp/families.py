@@ -13,6 +13,8 @@ the embedding. Embeddings and lm_head are the policy's own in every family: vLLM
 checkpoint carries copies (`shared_head.head`, `embed_tokens`), and serves layer 0 alone, applied K times. So those
 copies and further layers are kept as they are, and never trained.
 
+MiMo's model_type is `mimo` as published, `qwen2` in bebop's own layout (bebop.backbone.layout): one decoder, Qwen2's.
+
 A new family is a row of `FAMILIES`; what a row cannot say (MiMo: bebop.mtp.head) needs a module of its own.
 """
 
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config keys that claim MTP layers
+READ_AS = {"mimo": "qwen2"}  # model types without a decoder of their own in transformers (bebop.mtp.published)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Family:
 
     def load_class(self, model_type: str, suffix: str) -> type:
         """transformers' class `<Class><suffix>` of a model type of this family."""
-        name = model_type.removesuffix("_text")
+        name = READ_AS.get(model_type, model_type).removesuffix("_text")
         return getattr(
             importlib.import_module(f"transformers.models.{name}.modeling_{name}"), self.classes[model_type] + suffix
         )
@@ -105,7 +108,7 @@ _NUMBERED: dict[str, Any] = {  # the head's layers are numbered on from the deco
 }
 MIMO = Family(
     name="mimo",
-    classes={"qwen2": "Qwen2"},
+    classes={"qwen2": "Qwen2", "mimo": "Qwen2"},
     count_key="num_nextn_predict_layers",
     prefix="model.mtp_layers.0.",
     heads="model.mtp_layers.",

@@ -11,7 +11,8 @@ import os
 
 
 def register() -> None:
-    """Register the CPU platform and apply the patches. Safe to call any number of times."""
+    """Register the CPU platform and MiMo as published, and apply the patches. Safe to call any number of times."""
+    importlib.import_module("bebop.mtp.published")
     if os.environ.get("VERL_PLATFORM") == "cpu":
         importlib.import_module("bebop.rl.cpu_platform")  # its decorator registers
     from bebop.rl import verl_patches

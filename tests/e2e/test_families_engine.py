@@ -27,7 +27,7 @@ from bebop.records import Sampling
 from bebop.sft import run
 
 DEPTH = 3
-MODEL_TYPES = ("qwen3_5_text", "qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text")
+MODEL_TYPES = ("qwen3_5_text", "qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text", "mimo")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,10 @@ def folder(repo, tmp_path_factory) -> Path:
     """One random policy of each family, and the drafts of a real run on it: a prompt of one token, and longer ones."""
     folder = tmp_path_factory.mktemp("families")
     for seed, model_type in enumerate(MODEL_TYPES):
-        random_checkpoint(folder / model_type, model_type=model_type, num_heads=4, seed=seed, linear_layers=False)
+        heads = (
+            2 if model_type == "mimo" else 4
+        )  # others have heads of their own width, which the engine takes from 32 on
+        random_checkpoint(folder / model_type, model_type=model_type, num_heads=heads, seed=seed, linear_layers=False)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 300, (n,), generator=generator).tolist() for n in (1, 2, 7, 33, 70)]
     (folder / "rounds.json").write_text(json.dumps([prompts]))

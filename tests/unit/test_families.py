@@ -29,7 +29,8 @@ from bebop.mtp import (
 from bebop.mtp.checkpoint import HEADS_SHARD, INDEX, Tensors, num_mtp_layers
 
 REUSED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe")
-COUNT = {name: "mtp_num_hidden_layers" if "3_5" in name else "num_nextn_predict_layers" for name in REUSED}
+NATIVE = ("mimo", *REUSED)
+COUNT = {name: "mtp_num_hidden_layers" if "3_5" in name else "num_nextn_predict_layers" for name in NATIVE}
 CU = torch.tensor([0, 3, 14, 20])
 IDS = torch.randint(5, 300, (20,), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.cat([torch.arange(n) for n in CU.diff().tolist()])
@@ -38,11 +39,17 @@ POSITIONS = torch.cat([torch.arange(n) for n in CU.diff().tolist()])
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("families")
-    return {name: random_checkpoint(folder / name, model_type=name, hidden_size=32, num_heads=4) for name in REUSED}
+    return {name: random_checkpoint(folder / name, model_type=name, hidden_size=32, num_heads=4) for name in NATIVE}
+
+
+@pytest.fixture(params=NATIVE)
+def policy(request, policies) -> Path:
+    return policies[request.param]
 
 
 @pytest.fixture(params=REUSED)
-def policy(request, policies) -> Path:
+def reused(request, policies) -> Path:
+    """Those whose head is a decoder layer of transformers."""
     return policies[request.param]
 
 
@@ -68,9 +75,9 @@ def split(policy: Path, dest: Path) -> Path:
 
 
 @torch.no_grad()
-def test_depth_one_is_the_stock_layer_over_the_document(policy):
+def test_depth_one_is_the_stock_layer_over_the_document(reused):
     """With no chain yet, our attention is plain causal attention: transformers' own layer, unpatched, says the same."""
-    head, backbone = load_heads(policy), load_backbone(policy, dtype=torch.float32)
+    head, backbone = load_heads(reused), load_backbone(reused, dtype=torch.float32)
     hidden = backbone.hidden(IDS, POSITIONS, CU)
     (drafts,) = draft_hidden(head, hidden, backbone.embed_weight, IDS, CU, POSITIONS, 1)
     assert isinstance(head, ReusedHead)
@@ -88,9 +95,9 @@ def test_depth_one_is_the_stock_layer_over_the_document(policy):
 
 
 @torch.no_grad()
-def test_later_depths_are_the_engines_recursion(policy):
+def test_later_depths_are_the_engines_recursion(reused):
     """One anchor, step by step, as an engine drafts: each step's layer sees the causal keys and its own chain's."""
-    head, backbone = load_heads(policy), load_backbone(policy, dtype=torch.float32)
+    head, backbone = load_heads(reused), load_backbone(reused, dtype=torch.float32)
     hidden = backbone.hidden(IDS, POSITIONS, CU)
     got = draft_hidden(head, hidden, backbone.embed_weight, IDS, CU, POSITIONS, 3)
     start, anchor = 3, 9
@@ -204,6 +211,7 @@ def test_heads_are_read_and_written_under_their_own_names(policy, stacked, tmp_p
     out = write_checkpoint(source, tmp_path / "out", heads, {})
     assert all(torch.equal(t, trained[n]) for n, t in load_heads(out).named_parameters())
     assert checkpoint_checksums(out).backbone == checkpoint_checksums(source).backbone
+    assert config_of(out) == config_of(source)
 
 
 def test_shards_without_a_change_stay_byte_identical_and_the_index_exact(policy, tmp_path):
@@ -231,7 +239,9 @@ def test_a_policy_without_heads_gets_them_in_its_familys_layout(policy, tmp_path
     assert load_heads(bare) is None and num_mtp_layers(bare) == 0
     head = init_heads(bare, "last_layer")
     last = {n.removeprefix("model.layers.1."): t for n, t in tensors.items() if n.startswith("model.layers.1.")}
-    prefix = {"mtp.": "mtp.layers.0."}.get(head.family.prefix, "model.layers.2.")
+    prefix = {"mtp.": "mtp.layers.0.", "model.mtp_layers.0.": "model.mtp_layers.0."}.get(
+        head.family.prefix, "model.layers.2."
+    )
     state = head_state(head)
     assert all(torch.equal(state[prefix + n], t) for n, t in last.items())
     out = write_checkpoint(bare, tmp_path / "out", state, {})

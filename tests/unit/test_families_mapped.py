@@ -11,6 +11,7 @@ import torch
 from bebop.backbone import load_backbone, prepare_policy, random_checkpoint
 from bebop.config import Model
 from bebop.data.tokenizer import load_tokenizer
+from bebop.engines.torch_model import Policy
 from bebop.mtp import init_heads, load_heads
 from bebop.mtp.checkpoint import INDEX, Tensors
 
@@ -36,12 +37,28 @@ def save(tmp_path, kind: str, **values) -> tuple[Path, object]:
     return tmp_path / kind, model
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe"])
+@pytest.mark.parametrize("kind", ["mimo", "qwen3_5_text", "glm4_moe"])
 @pytest.mark.parametrize("mtp", [True, False])
 def test_a_directory_of_a_known_family_is_a_policy_as_it_stands(tmp_path, home, kind, mtp):
     source = random_checkpoint(tmp_path / kind, model_type=kind, mtp=mtp)
     assert prepare_policy(Model(name="hf", path=source), 0) == source.resolve()
     assert (load_heads(source) is not None) == mtp
+
+
+@torch.no_grad()
+def test_a_published_mimo_is_read_as_the_layout_without_its_own_code(tmp_path):
+    """The same weights say the same under either model_type, to training and to the torch engine."""
+    mimo, layout = (random_checkpoint(tmp_path / kind, model_type=kind) for kind in ("mimo", "qwen2"))
+    config = json.loads((mimo / "config.json").read_text())
+    assert config["auto_map"]["AutoConfig"] == "configuration_mimo.MiMoConfig" and not list(mimo.glob("*.py"))
+    (layout / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
+    ids = torch.randint(5, 300, (1, 12), generator=torch.Generator().manual_seed(0))
+    expected, got = (load_backbone(path, dtype=torch.float32).model(ids).logits for path in (layout, mimo))
+    assert torch.equal(expected, got)
+    assert load_tokenizer(mimo).get_vocab() == load_tokenizer(layout).get_vocab()
+    place = {"heads": True, "num_positions": 64, "dtype": torch.float32, "device": torch.device("cpu")}
+    expected, got = (Policy(path, **place).views for path in (layout, mimo))
+    assert expected.keys() == got.keys() and all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(("kind", "values"), [("llama", {}), ("mistral", {"sliding_window": None})])
