@@ -53,7 +53,7 @@ def pack(sequences: Iterable[tuple[Sequence[int], Sequence[int]]], max_tokens: i
         if len(ids) > max_tokens:
             raise ValueError(
                 f"sequences: number {index} has {len(ids)} tokens, more than max_tokens={max_tokens}; "
-                "raise sft.batch_tokens or lower data.max_response_tokens"
+                "raise sft.batch_tokens, or lower data.max_response_tokens (rollout.max_model_len where text is given)"
             )
         num_sequences += 1
         num_supervised += int(sum(map(bool, mask)))

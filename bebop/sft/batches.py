@@ -51,9 +51,11 @@ def trainable(rows: Sequence[TextRow], depth: int, name: str) -> list[TextRow]:
     """
     kept = [row for row in rows if _longest_run(row.loss_mask[1:]) > depth]
     if not kept:
+        given = any(row.logprobs is None for row in rows)
+        hint = "give longer text or raise rollout.max_model_len" if given else "raise data.max_response_tokens"
         raise ValueError(
             f"{name}: 0 of {len(rows)} sequences have the {depth + 1} supervised tokens in a row that depth {depth} "
-            "needs; lower sft.depth or raise data.max_response_tokens"
+            f"needs; lower sft.depth, or {hint}"
         )
     if len(kept) < len(rows):
         short = len(rows) - len(kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,18 +11,20 @@ from typing import Any
 from bebop.config import Data, EvalConfig, SftConfig
 from bebop.data import encode_prompt, load_tokenizer, make_prompts
 from bebop.data.distill import TextRow, self_distill, text_set
-from bebop.data.given import load_parquet, require_supervision
+from bebop.data.given import chat_of, is_text, load_parquet, require_supervision
 from bebop.mtp import checkpoint_checksums
 from bebop.records import Prompt, Sampling
 
 log = logging.getLogger(__name__)
 DISTILL_NUM_SEQS = 256
+TOKENIZER_FILES = ("tokenizer*", "chat_template*", "vocab*", "merges*", "special_tokens_map*", "added_tokens*")
 
 
 def prepare_text(config: SftConfig, policy_dir: Path, home: Path) -> tuple[Path, dict[str, Any]]:
     """Folder of the run's text set (shared through `home`) and its text.json; samples it where it is not there yet.
 
-    What makes the text goes into the fingerprint, and nothing else: loss, depth and training keys do not.
+    What makes the text goes into the fingerprint, and nothing else: loss, depth and training keys do not. Of given text
+    that takes in the limit that it is cut at and the tokenizer's files, the chat template among them.
     """
     data = config.data
     parts: dict[str, Any] = {
@@ -36,7 +39,18 @@ def prepare_text(config: SftConfig, policy_dir: Path, home: Path) -> tuple[Path,
     if data.path is not None:
         stat = data.path.stat()
         parts["file"] = {"size": stat.st_size, "mtime": stat.st_mtime}
+        if is_text(data.path):
+            parts |= {"max_model_len": config.rollout.max_model_len, "tokenizer": _tokenizer_hash(policy_dir)}
     return text_set(home / "text", parts, lambda: _make(config, policy_dir))
+
+
+def _tokenizer_hash(policy_dir: Path) -> str:
+    """16 hex digits over the names and contents of a policy's tokenizer files."""
+    digest = hashlib.sha256()
+    for file in sorted({file for pattern in TOKENIZER_FILES for file in policy_dir.glob(pattern) if file.is_file()}):
+        content = file.read_bytes()
+        digest.update(f"{file.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
 
 
 def _make(config: SftConfig, policy_dir: Path) -> dict[str, list[TextRow]]:
@@ -63,7 +77,15 @@ def _split(rows: list[TextRow] | list[Prompt], data: Data) -> dict[str, list[Any
             f"data.path={data.path}: {len(rows)} rows, and data.num_heldout={data.num_heldout} are set aside for "
             "scoring; give more rows or lower data.num_heldout"
         )
-    return {"heldout": rows[: data.num_heldout], "train": rows[data.num_heldout :][: data.num_prompts]}
+    heldout = rows[: data.num_heldout]
+    scored = {chat_of(row) for row in heldout[-1:]}  # later rows of its chat have its text
+    train = [row for row in rows[data.num_heldout :] if chat_of(row) not in scored][: data.num_prompts]
+    if not train:
+        raise ValueError(
+            f"data.path={data.path}: all {len(rows)} rows are of chats that data.num_heldout={data.num_heldout} sets "
+            "aside for scoring; give more chats or lower data.num_heldout"
+        )
+    return {"heldout": heldout, "train": train}
 
 
 def _sample(

@@ -1,13 +1,21 @@
 """Text that heads are trained on: given files, masks, and text sets that runs share."""
 
+import logging
+import os
+import shutil
+
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from bebop.config import Data, Loss, Model, RolloutSection, Sft, SftConfig, Task
 from bebop.data import load_tokenizer
 from bebop.data.distill import TextRow, read_rows, text_set
-from bebop.data.given import load_parquet, require_supervision
+from bebop.data.given import chat_of, load_parquet, require_supervision
+from bebop.data.packing import pack
 from bebop.records import Prompt
+from bebop.sft.batches import trainable
+from bebop.sft.text import prepare_text
 
 CHAT = [
     {"role": "user", "content": "Calculate 1 + 2"},
@@ -15,11 +23,27 @@ CHAT = [
     {"role": "user", "content": "Calculate 2 + 2"},
     {"role": "assistant", "content": "Answer: 4"},
 ]
+# As thinking models have them: the prompt opens the reasoning, a turn without any does not, and turns before the last
+# question lose theirs.
+THINKING = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}"
+    "<|assistant|>\n{% if m.reasoning and loop.index0 > ns.last %}<think>\n{{ m.reasoning }}</think>{% endif %}"
+    "{{ m.content }}<|endoftext|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_random):
     return load_tokenizer(tiny_random)
+
+
+@pytest.fixture
+def thinking(tokenizer):
+    other = type(tokenizer).from_pretrained(tokenizer.name_or_path)
+    other.chat_template = THINKING
+    return other
 
 
 def _file(tmp_path, rows):
@@ -60,6 +84,66 @@ def test_prompt_and_response_make_a_chat(tmp_path, tokenizer):
 def test_long_text_is_cut(tmp_path, tokenizer):
     (row,) = load_parquet(_file(tmp_path, [{"text": "1 + 2 " * 50}]), tokenizer, max_tokens=20)
     assert len(row.input_ids) == len(row.loss_mask) == 20
+
+
+def test_a_cut_is_counted_in_one_line_that_names_its_key(tmp_path, tokenizer, caplog):
+    file = _file(tmp_path, [{"text": "1 + 2 " * 50}, {"text": "1 + 2"}, {"text": "3 + 4 " * 30}])
+    with caplog.at_level(logging.INFO):
+        load_parquet(file, tokenizer, max_tokens=20)
+        (line,) = caplog.messages
+        assert line.startswith("text: 2 of 3 rows") and "cut at 20 tokens; raise rollout.max_model_len" in line
+        caplog.clear()
+        load_parquet(file, tokenizer, max_tokens=512)
+    assert not caplog.messages
+
+
+def test_a_prompt_above_the_limit_is_cut_as_well(tmp_path, tokenizer):
+    file = _file(tmp_path, [{"prompt": "1 + 2 " * 50, "response": "Answer: 3"}])
+    (row,) = load_parquet(file, tokenizer, max_tokens=20)
+    assert len(row.input_ids) == 20 and not any(row.loss_mask)
+
+
+def test_a_turn_that_leaves_its_generation_prompt_is_supervised_from_there_on(tmp_path, thinking, caplog):
+    """Without reasoning behind an opened <think>: as far as both go, the role alone, is the prompt."""
+    (row,) = load_parquet(_file(tmp_path, [{"messages": CHAT[:2]}]), thinking, max_tokens=512)
+    assert _supervised(row, thinking) == "Answer: 3<|endoftext|>"
+    assert thinking.decode(row.prompt_ids).endswith("<|assistant|>\n")
+    (row,) = load_parquet(_file(tmp_path, [{"messages": CHAT}]), thinking, max_tokens=512)
+    assert _supervised(row, thinking) == "Answer: 3<|endoftext|>Answer: 4<|endoftext|>"
+    assert not caplog.messages
+
+
+def test_rewritten_history_makes_a_row_of_each_turn_as_the_model_would_have_seen_it(tmp_path, thinking, caplog):
+    chat = [m | {"reasoning": "So " if m["role"] == "assistant" else None} for m in CHAT]
+    first, second, plain = load_parquet(
+        _file(tmp_path, [{"messages": chat}, {"messages": chat[:2]}]), thinking, max_tokens=512
+    )
+    assert thinking.decode(first.prompt_ids) == "<|user|>Calculate 1 + 2<|assistant|>\n<think>\n"
+    assert thinking.decode(second.prompt_ids) == (
+        "<|user|>Calculate 1 + 2<|assistant|>\nAnswer: 3<|endoftext|><|user|>Calculate 2 + 2<|assistant|>\n<think>\n"
+    )
+    assert [_supervised(row, thinking) for row in (first, second)] == [
+        "So </think>Answer: 3<|endoftext|>",
+        "So </think>Answer: 4<|endoftext|>",
+    ]
+    assert all(all(row.response_mask) for row in (first, second))
+    assert [row.prompt_id for row in (first, second, plain)] == ["given/0/0", "given/0/1", "given/1"]
+    assert [chat_of(row) for row in (first, second, plain)] == ["given/0", "given/0", "given/1"]
+    assert not caplog.messages
+
+
+def test_turns_that_cannot_be_supervised_are_counted_in_one_line(tmp_path, tokenizer, caplog):
+    """A template that renders some turns under a role that it does not prompt for."""
+    odd = type(tokenizer).from_pretrained(tokenizer.name_or_path)
+    odd.chat_template = tokenizer.chat_template.replace("<|assistant|>{{", "{{ m }}<|assistant|>{{").replace(
+        "{{ m }}", "{% if 'odd' in message['content'] %}<|user|>{% endif %}"
+    )
+    chat = [*CHAT[:2], CHAT[2], {"role": "assistant", "content": "odd"}]
+    with caplog.at_level(logging.INFO):
+        (row,) = load_parquet(_file(tmp_path, [{"messages": chat}]), odd, max_tokens=512)
+    assert _supervised(row, odd) == "Answer: 3<|endoftext|>"
+    (line,) = caplog.messages
+    assert line.startswith("text: 1 of 2 assistant turns") and "generation prompt" in line
 
 
 def test_unknown_columns_are_named(tmp_path, tokenizer):
@@ -112,3 +196,62 @@ def test_a_set_that_was_not_finished_is_made_again(tmp_path):
     folder, meta = text_set(tmp_path, {}, lambda: {"train": rows, "heldout": rows})
     assert read_rows(folder / "heldout.parquet") == rows
     assert meta["sampled_by_policy"] is False
+
+
+def _config(path, policy, **rollout):
+    source = "self_distill" if path is None else "parquet"
+    data = Data(tasks=[Task(name="chain_sum")], num_prompts=8, num_heldout=1, path=path, source=source)
+    return SftConfig(
+        model=Model(name="hf", path=policy), data=data, loss=Loss(), sft=Sft(), rollout=RolloutSection(**rollout)
+    )
+
+
+def test_given_text_is_made_anew_at_another_limit_or_under_another_chat_template(tmp_path, tiny_random):
+    policy = shutil.copytree(tiny_random, tmp_path / "policy")
+    file = _file(tmp_path, [{"messages": CHAT}] * 3)
+
+    def made(limit):
+        return prepare_text(_config(file, policy, max_model_len=limit), policy, tmp_path)
+
+    (folder, meta), (longer, _) = made(18), made(64)
+    assert folder == made(18)[0] != longer
+    assert meta["made_from"]["max_model_len"] == 18
+    assert max(len(row.input_ids) for row in read_rows(folder / "train.parquet")) == 18
+    template = policy / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|user|>", "<|user|> "))
+    assert made(18)[0] != folder
+    with pytest.raises(ValueError, match=r"0 supervised tokens in 1 sequences.*raise rollout.max_model_len where"):
+        made(16)
+
+
+def test_text_that_the_policy_samples_keeps_its_name_whatever_the_limit(tmp_path, tiny_random, monkeypatch):
+    file = _file(tmp_path, [{"prompt": "Calculate 1 + 2"}] * 2)
+    os.utime(file, (1, 1))
+    asked = []
+    monkeypatch.setattr("bebop.sft.text.text_set", lambda root, parts, make: asked.append(parts) or (root, {}))
+    for path in (file, None):
+        for limit in (64, 512):
+            prepare_text(_config(path, tiny_random, max_model_len=limit), tiny_random, tmp_path)
+    assert asked[0] == asked[1] and asked[2] == asked[3]
+    assert asked[0].keys() - asked[2].keys() == {"file"} and not asked[2].keys() & {"max_model_len", "tokenizer"}
+
+
+def test_no_chat_is_both_trained_on_and_scored(tmp_path, tiny_random):
+    policy = shutil.copytree(tiny_random, tmp_path / "policy")
+    (policy / "chat_template.jinja").write_text(THINKING)
+    chat = [m | {"reasoning": "So " if m["role"] == "assistant" else None} for m in CHAT]
+    folder, _ = prepare_text(_config(_file(tmp_path, [{"messages": chat}] * 2), policy), policy, tmp_path)
+    assert [row.prompt_id for row in read_rows(folder / "heldout.parquet")] == ["given/0/0"]
+    assert [row.prompt_id for row in read_rows(folder / "train.parquet")] == ["given/1/0", "given/1/1"]
+    with pytest.raises(ValueError, match=r"all 2 rows are of chats that data.num_heldout=1 sets aside"):
+        prepare_text(_config(_file(tmp_path, [{"messages": chat}]), policy), policy, tmp_path)
+
+
+def test_hints_name_the_keys_that_the_text_has(tiny_random):
+    given, sampled = (TextRow("a", "t", (1,), (2, 3), (1, 1), logprobs) for logprobs in (None, (-1.0, -1.0)))
+    with pytest.raises(ValueError, match=r"lower sft.depth, or give longer text or raise rollout.max_model_len"):
+        trainable([given], 3, "training text")
+    with pytest.raises(ValueError, match=r"lower sft.depth, or raise data.max_response_tokens"):
+        trainable([sampled], 3, "training text")
+    with pytest.raises(ValueError, match=r"lower data.max_response_tokens \(rollout.max_model_len where text is given"):
+        pack([([1, 2, 3], [1, 1, 1])], 2)
