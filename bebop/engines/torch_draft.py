@@ -67,10 +67,14 @@ class Verified:
 
 
 class Draft(Protocol):
-    """Nodes of B requests, and how they are verified. tokens, depths [B, N]: padded with token -1 and depth 0."""
+    """Nodes of B requests, and how they are verified. tokens, depths [B, N]: padded with token -1 and depth 0.
+
+    bad: bool [B], requests whose states were not finite at some depth and stood at 0 from there on; None: not drafted.
+    """
 
     tokens: Tensor
     depths: Tensor
+    bad: Tensor | None
 
     def seen(self) -> Tensor:
         """bool [B, N, N]: the nodes that each node sees: itself and those above it."""
@@ -99,6 +103,7 @@ class Chain:
     depths: Tensor
     probs: Tensor | None
     rule: str
+    bad: Tensor | None = None
 
     def seen(self) -> Tensor:
         size = self.tokens.shape[1]
@@ -120,6 +125,7 @@ class Tree:
     """Draft trees of bebop.spec."""
 
     trees: TreeBatch
+    bad: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -199,13 +205,14 @@ class Drafter:
             return self._chain(anchors, settings, draws, cache)
 
     def _chain(self, anchors: Anchors, settings: Settings, draws: Uniforms, cache: Cache) -> Chain:
-        state, tokens, probs = anchors.state.unsqueeze(1), [], []
+        state, tokens, probs, bad = anchors.state.unsqueeze(1), [], [], _none_bad(anchors)
         for depth in range(self.depth):
             if depth:
                 own = None
                 if anchors.committed is not None:
                     own = torch.ones(len(state), 1, depth, dtype=torch.bool, device=state.device)
                 state = self._deeper(state, tokens[-1].unsqueeze(1), depth, anchors, own, depth - 1, cache)
+                _isolate(state, bad)
             logits = self._logits(state[:, 0])
             if self.rule == "target_only":
                 tokens.append(logits.argmax(-1))
@@ -214,11 +221,11 @@ class Drafter:
             tokens.append(sample(probs[-1], draws, Purpose.DRAFT, depth))
         drafted = torch.stack(tokens, 1)
         depths = torch.arange(1, self.depth + 1, device=drafted.device).expand_as(drafted)
-        return Chain(drafted, depths, torch.stack(probs, 1) if probs else None, self.rule)
+        return Chain(drafted, depths, torch.stack(probs, 1) if probs else None, self.rule, bad)
 
     def _tree(self, spec: TreeSpec, anchors: Anchors, settings: Settings, draws: Uniforms, cache: Cache) -> Tree:
         grower = TreeGrower(spec, draws, temperature=settings.temperature, **settings.filters)
-        states, own, used = anchors.state.unsqueeze(1), None, 0
+        states, own, used, bad = anchors.state.unsqueeze(1), None, 0, _none_bad(anchors)
         grower.expand(self._logits(states))
         while (frontier := grower.frontier) is not None:
             batch, width = frontier.tokens.shape
@@ -227,9 +234,10 @@ class Drafter:
             itself = torch.eye(width, dtype=torch.bool, device=states.device).expand(batch, -1, -1)
             own = itself if own is None else torch.cat([own.gather(1, parents.expand(-1, -1, used)), itself], -1)
             states = self._deeper(states, frontier.tokens, frontier.depth, anchors, own, used, cache)
+            _isolate(states, bad)
             used += width
             grower.expand(self._logits(states))
-        return Tree(grower.finish())
+        return Tree(grower.finish(), bad)
 
     def _deeper(
         self, states: Tensor, tokens: Tensor, depth: int, anchors: Anchors, own: Tensor | None, used: int, cache: Cache
@@ -244,3 +252,14 @@ class Drafter:
     def _logits(self, states: Tensor) -> Tensor:
         with self.clock.part("draft_passes"):
             return self.policy.draft_logits(states)
+
+
+def _none_bad(anchors: Anchors) -> Tensor:
+    return torch.zeros(len(anchors.lengths), dtype=torch.bool, device=anchors.lengths.device)
+
+
+def _isolate(states: Tensor, bad: Tensor) -> None:
+    """Note in bad [B] whose states [B, W, S] are not finite, and set those to 0, so that the others can go on."""
+    bad |= ~torch.isfinite(states.sum((1, 2)))
+    if bool(bad.any()):
+        states[bad] = 0

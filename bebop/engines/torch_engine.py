@@ -53,11 +53,11 @@ class TorchEngine:
         self._end_ids = end_of_text(Path(policy_dir))
         self._random = random.Random(seed)
         self._ids = itertools.count()
-        self._names: set[str] = set()
         self._counts = DraftCounts()
         # what the thread shares with callers, under the condition's lock
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
+        self._unsettled: dict[str, Request] = {}  # all that came and have no answer yet, wherever they are
         self._asked: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._paused = self._closed = False
         self._death: str | None = None
@@ -123,9 +123,10 @@ class TorchEngine:
         with self._changed:
             self._require_life()
             for request in requests:
-                if request.request_id in self._names:
+                held = self._unsettled.get(request.request_id)
+                if held is not None and not held.future.cancelled():
                     raise EngineRefused(f"request_id {request.request_id!r} is running already")
-            self._names |= {request.request_id for request in requests}
+            self._unsettled |= {request.request_id: request for request in requests}
             self._waiting += requests
             self._changed.notify()
 
@@ -142,7 +143,7 @@ class TorchEngine:
             self._policy.refresh()
             self.version = version
             # keys and values of the old weights must not serve what is sampled from now on
-            self._rounds.refill()
+            self._settle(self._rounds.refill())
             return self._held()
 
         return self._ask(update)
@@ -264,8 +265,8 @@ class TorchEngine:
             _answer(*asked)
             return True
         self._forget_cancelled()
-        if new:
-            self._settle(self._rounds.admit(new, self.version))
+        for finished in self._rounds.admit(new, self.version):
+            self._settle(finished)
         if self._rounds.active:
             self._settle(self._rounds.step(self.version))
         return True
@@ -276,9 +277,18 @@ class TorchEngine:
     def _admitted(self) -> list[Request]:
         free = self._rounds.num_slots - len(self._rounds.active)
         found = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-        kept = [request for request in found if not request.future.cancelled()]
-        self._names -= {request.request_id for request in found if request.future.cancelled()}
+        kept = []
+        for request in found:
+            if request.future.cancelled():
+                self._forget(request)
+            else:
+                kept.append(request)
         return kept
+
+    def _forget(self, request: Request) -> None:
+        """Free its name, which a cancelled request may have lost to a new one."""
+        if self._unsettled.get(request.request_id) is request:
+            del self._unsettled[request.request_id]
 
     def _forget_cancelled(self) -> None:
         cancelled = [request for request in self._rounds.active if request.future.cancelled()]
@@ -291,7 +301,7 @@ class TorchEngine:
         for outcome in finished:
             request = outcome.request
             with self._changed:
-                self._names.discard(request.request_id)
+                self._forget(request)
                 self._counts += request.counts()
             try:
                 if outcome.error is not None:
@@ -304,11 +314,11 @@ class TorchEngine:
 
     def _end(self, error: EngineError) -> None:
         with self._changed:
-            asked, waiting = list(self._asked), [*self._waiting, *self._rounds.active]
+            asked, unsettled = list(self._asked), list(self._unsettled.values())
             self._asked.clear()
             self._waiting.clear()
             self._closed = True
-        self._settle([Finished(request, None, error) for request in waiting])
+        self._settle([Finished(request, None, error) for request in unsettled])
         for _, future in asked:
             future.set_exception(error)
 

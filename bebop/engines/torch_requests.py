@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from bebop.engines.base import EngineRefused
 from bebop.records import DraftCounts, Rollout, Sampling
@@ -26,7 +30,10 @@ NEUTRAL = {
 
 @dataclass
 class Request:
-    """prompt: token ids; limit: tokens it may emit; stops: ids that end it; seed: of its random streams, int64."""
+    """prompt: token ids; limit: tokens it may emit; stops: ids that end it; seed: of its random streams, int64.
+
+    temperature, top_p and min_p are values of float32, as the sampler has them; top_k 0: off.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
@@ -110,25 +117,25 @@ def make_request(
             raise EngineRefused(
                 f"sampling parameter {name}={value!r} is not supported by rollout.engine=torch; drop it"
             )
-    values["top_k"] = max(0, values["top_k"])  # -1 is vLLM's other word for off
-    prompt = tuple(int(token) for token in prompt)
+    try:
+        prompt = _token_ids(prompt)
+    except TypeError:
+        raise EngineRefused(f"prompt: {_shown(prompt)} came, expected a sequence of token ids") from None
     _check_prompt(prompt, vocabulary, max_model_len)
-    _check_numbers(values)
-    own_seed = values["seed"] if values["seed"] is not None else seed
-    if not -(2**63) <= own_seed < 2**63:
-        raise EngineRefused(f"seed={own_seed}: expected a signed 64-bit integer")
-    stops = frozenset(values["stop_token_ids"]) | (frozenset() if values["ignore_eos"] else end_ids)
+    values |= _checked(values)
+    stops = values["stop_token_ids"] if values["ignore_eos"] else values["stop_token_ids"] | end_ids
     return Request(
         request_id=request_id,
         prompt=prompt,
-        seed=own_seed,
-        temperature=float(values["temperature"]),
-        top_k=values["top_k"],
-        top_p=float(values["top_p"]),
-        min_p=float(values["min_p"]),
+        seed=seed if values["seed"] is None else values["seed"],
+        temperature=values["temperature"],
+        # -1 is vLLM's other word for off; the whole vocabulary is off too
+        top_k=values["top_k"] if 0 < values["top_k"] < vocabulary else 0,
+        top_p=values["top_p"],
+        min_p=values["min_p"],
         limit=min(values["max_tokens"], max_model_len - len(prompt)),
         stops=stops,
-        want_logprobs=bool(values["logprobs"]),
+        want_logprobs=values["logprobs"],
     )
 
 
@@ -154,13 +161,62 @@ def _check_prompt(prompt: tuple[int, ...], vocabulary: int, max_model_len: int) 
         raise EngineRefused(f"prompt: token {strange} came, expected ids in [0, {vocabulary})")
 
 
-def _check_numbers(values: Mapping[str, Any]) -> None:
-    for name, fits, expected in (
-        ("temperature", 0.0 <= values["temperature"] < math.inf, "at least 0"),
-        ("top_p", 0.0 < values["top_p"] <= 1.0, "in (0, 1]"),
-        ("min_p", 0.0 <= values["min_p"] <= 1.0, "in [0, 1]"),
-        ("top_k", isinstance(values["top_k"], int), "an integer"),
-        ("max_tokens", isinstance(values["max_tokens"], int) and values["max_tokens"] >= 1, "an integer, at least 1"),
-    ):
-        if not fits:
-            raise EngineRefused(f"sampling parameter {name}={values[name]!r}: expected {expected}")
+def _whole(value: Any) -> int:
+    """Of any integer type. Raises TypeError for all else, True and False among it."""
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
+def _single(value: Any) -> float:
+    """As the sampler has it: in float32 1e-46 is 0 and 1e39 infinite."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError
+    return torch.tensor(float(value), dtype=torch.float32).item()
+
+
+def _token_ids(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(_whole(value) for value in values)
+
+
+def _wanted(value: Any) -> bool:
+    """Whether log-probabilities are; a count of 0 is vLLM's word for the sampled token's own."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if _whole(value) < 0:
+        raise TypeError
+    return True
+
+
+# how a parameter is read, what fits, and that in words
+PARAMETERS = {
+    "temperature": (_single, lambda v: 0.0 <= v < math.inf, "a number at least 0, finite in float32"),
+    "top_p": (_single, lambda v: 0.0 < v <= 1.0, "a number in (0, 1], above 0 in float32"),
+    "min_p": (_single, lambda v: 0.0 <= v <= 1.0, "a number in [0, 1]"),
+    "top_k": (_whole, lambda v: v >= -1, "an integer, at least 1, or 0 for off"),
+    "max_tokens": (_whole, lambda v: v >= 1, "an integer, at least 1"),
+    "seed": (_whole, lambda v: -(2**63) <= v < 2**63, "a signed 64-bit integer"),
+    "stop_token_ids": (lambda v: frozenset(_token_ids(v)), lambda _: True, "a sequence of token ids"),
+    "logprobs": (_wanted, lambda _: True, "True, False, or a count, at least 0"),
+}
+
+
+def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters as read. Raises EngineRefused naming the one that does not fit."""
+    found: dict[str, Any] = {}
+    for name, (read, fits, expected) in PARAMETERS.items():
+        value = values[name]
+        if name == "seed" and value is None:
+            continue
+        try:
+            found[name] = read(value)
+            fit = fits(found[name])
+        except (TypeError, OverflowError):
+            fit = False
+        if not fit:
+            raise EngineRefused(f"sampling parameter {name}={_shown(value)}: expected {expected}")
+    return found
+
+
+def _shown(value: Any) -> str:
+    return " ".join(repr(value).split())[:80]

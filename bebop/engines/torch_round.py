@@ -10,6 +10,7 @@ Legend: B requests, N draft nodes, A accepted positions of the longest run, V vo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from bebop.spec import Purpose, Streams
 from bebop.spec.warp import Setting
 
 PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
+HEAD_BROKEN = "the draft head's state is not finite"
 
 
 @dataclass(frozen=True)
@@ -51,19 +53,17 @@ class Rounds:
 
     # -- requests in and out ------------------------------------------------------------------------------------
 
-    def admit(self, requests: list[Request], version: int) -> list[Finished]:
-        """Read the prompts of new requests and sample their first tokens; what that finished already."""
-        finished: list[Finished] = []
+    def admit(self, requests: list[Request], version: int) -> Iterator[list[Finished]]:
+        """Read the prompts of new requests and sample their first tokens: by group, what that finished already."""
         for group in _groups(requests):
             self.active += group
             self._settings = None
             first = len(self.active) - len(group)
             failed = self._prefill(group, first, version)
-            finished += self._leave({first + i: outcome for i, outcome in failed.items()})
-        return finished
+            yield self._leave({first + i: outcome for i, outcome in failed.items()})
 
     def refill(self) -> list[Finished]:
-        """Compute the caches of all running requests anew, after their weights changed."""
+        """Compute the caches of all running requests anew, after their weights changed; those that this broke."""
         order = sorted(range(len(self.active)), key=lambda i: -self.active[i].length)
         self.active = [self.active[i] for i in order]
         self._settings = None
@@ -117,13 +117,16 @@ class Rounds:
         draft = self.drafter.draft(anchors, settings, draws, self.head_cache)
 
         logits, hidden, broken = self._target(draft, anchors, last)
-        few = threads_for(len(requests) * logits.shape[-1], logits.device)
+        if draft.bad is not None:
+            broken |= _named(draft.bad, f"{HEAD_BROKEN} behind a draft token")
+        at_once = logits.shape[1] if self.drafter.spec is None else 1  # a tree is verified row by row
+        few = threads_for(len(requests) * at_once * logits.shape[-1], logits.device)
         with self.drafter.clock.part("verifying"), few:
             verified = draft.verify(logits, settings, draws)
         logprobs = self._logprobs(verified, logits)
         self._keep(draft, anchors, verified)
         if self.head_cache is not None:
-            broken |= self._extend_head(anchors, verified, hidden)
+            broken = self._extend_head(anchors, verified, hidden) | broken
         return self._emit(draft, verified, logprobs, broken, version)
 
     def _target(self, draft: Draft, anchors: Anchors, last: Tensor) -> tuple[Tensor, Tensor, dict[int, str]]:
@@ -156,10 +159,9 @@ class Rounds:
             positions = torch.arange(width, device=tokens.device).expand_as(tokens)
             hidden = self.policy.hidden(tokens, positions, Window(self.cache, first, 0, causal=True))
             row, end = torch.arange(len(group), device=tokens.device), self._long(sizes) - 1
-            outcomes: dict[int, Finished] = {}
+            logits = None if version is None else self.policy.logits(hidden[row, end]).unsqueeze(1)
+            broken = self._broken(hidden[row, end].unsqueeze(1), logits, end)
             if version is not None:
-                logits = self.policy.logits(hidden[row, end]).unsqueeze(1)
-                broken = self._broken(hidden[row, end].unsqueeze(1), logits, end)
                 draft, settings = self.drafter.nothing(len(group)), self._settings_of(group)
                 draws = RoundDraws(self._streams(group), {Purpose.FINAL: (1, 1)})
                 verified = draft.verify(logits, settings, draws)
@@ -167,15 +169,15 @@ class Rounds:
                 following[row, end] = verified.tokens[:, 0]
             if self.head_cache is not None:
                 window = Window(self.head_cache, first, 0, causal=True)
-                out = self.policy.draft_state(hidden, following, positions, window)
-                self.state[first : first + len(group)] = out[row, end]
+                state = self.policy.draft_state(hidden, following, positions, window)[row, end]
+                self.state[first : first + len(group)] = state
+                broken = _named(_not_finite(state), HEAD_BROKEN) | broken
+        outcomes = {place: _failed(group[place], what) for place, what in broken.items()}
         if version is None:
             return outcomes
         for place, token in enumerate(verified.tokens[:, 0].tolist()):
             request = group[place]
-            if place in broken:
-                outcomes[place] = _failed(request, broken[place])
-            elif reason := request.take([token], logprobs[place], version):
+            if place not in broken and (reason := request.take([token], logprobs[place], version)):
                 outcomes[place] = Finished(request, reason)
         return outcomes
 
@@ -208,8 +210,7 @@ class Rounds:
             self.head_cache.keep(anchors.lengths - 1, source)
         state = out[row, num_accepted]
         self.state[:batch] = state
-        bad = ~torch.isfinite(state.sum(-1))
-        return dict.fromkeys(bad.nonzero().flatten().tolist(), "the draft head's state is not finite")
+        return _named(_not_finite(state), HEAD_BROKEN)
 
     # -- results ------------------------------------------------------------------------------------------------
 
@@ -253,16 +254,17 @@ class Rounds:
             found[at] = rows.gather(-1, verified.tokens[at].clamp(min=0).unsqueeze(-1)).squeeze(-1).to(found.dtype)
         return found.tolist()
 
-    def _broken(self, hidden: Tensor, logits: Tensor, first_position: Tensor) -> dict[int, str]:
+    def _broken(self, hidden: Tensor, logits: Tensor | None, first_position: Tensor) -> dict[int, str]:
         """Slots whose target rows are not finite; their logits are set to 0, so that the others can go on."""
-        bad = ~torch.isfinite(hidden.sum(-1))  # [B, rows]
+        bad = _not_finite(hidden)  # [B, rows]
         found = {}
         for slot, row in bad.nonzero().tolist():
             if slot not in found:
                 position = int(first_position[slot])
                 found[slot] = f"target row {row}, behind position {position}, is NaN or infinite"
-                logits[slot] = 0
                 hidden[slot] = 0
+                if logits is not None:
+                    logits[slot] = 0
         return found
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -324,6 +326,16 @@ def _groups(requests: list[Request]) -> list[list[Request]]:
             groups.append([request])
             width = request.length
     return groups
+
+
+def _not_finite(states: Tensor) -> Tensor:
+    """[..., S] -> bool [...]."""
+    return ~torch.isfinite(states.sum(-1))
+
+
+def _named(bad: Tensor, what: str) -> dict[int, str]:
+    """What broke, by slot. bad: bool [B]."""
+    return dict.fromkeys(bad.nonzero().flatten().tolist(), what)
 
 
 def _failed(request: Request, what: str) -> Finished:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -40,9 +41,11 @@ SAMPLED = ("temperature", "top_p", "top_k", "max_tokens", "logprobs", "ignore_eo
 class TorchServer:
     """One replica's server actor. Takes the keywords of verl's vLLM server, so that `bebop.rl.early` starts either."""
 
-    def __init__(self, *, config: Any, model_config: Any, cuda_visible_devices: str, **_: Any) -> None:
+    def __init__(
+        self, *, config: Any, model_config: Any, replica_rank: int, cuda_visible_devices: str, **_: Any
+    ) -> None:
         os.environ[get_visible_devices_keyword()] = cuda_visible_devices
-        self.config, self.policy_dir = config, model_config.path
+        self.config, self.policy_dir, self.replica_rank = config, model_config.path, replica_rank
         self.engine: RolloutEngine | None = None
         self._launch: asyncio.Future | None = None
         self._open = asyncio.Event()
@@ -57,7 +60,8 @@ class TorchServer:
 
     def _start(self) -> None:
         section = RolloutSection.model_validate(self.config.custom["bebop"])
-        self.engine = make_engine(section, self.policy_dir, seed=self.config.seed, dtype=self.config.dtype)
+        seed = replica_seed(self.config.seed, self.replica_rank)
+        self.engine = make_engine(section, self.policy_dir, seed=seed, dtype=self.config.dtype)
 
     async def generate(
         self, prompt_ids: Any, sampling_params: Mapping[str, Any], request_id: str, **media: Any
@@ -127,7 +131,12 @@ class TorchReplica(RolloutReplica):
             runtime_env={"env_vars": variables},
             name=f"{self._get_server_name_prefix()}server_{self.replica_rank}_0",
             max_concurrency=self.max_concurrency,
-        ).remote(config=self.config, model_config=self.model_config, cuda_visible_devices=device)
+        ).remote(
+            config=self.config,
+            model_config=self.model_config,
+            replica_rank=self.replica_rank,
+            cuda_visible_devices=device,
+        )
         await server.launch_server.remote()
         self.servers = [server]
         self._server_handle, self._server_address = server, f"{NAME}:{self.replica_rank}"
@@ -139,6 +148,11 @@ class TorchReplica(RolloutReplica):
 def _place(worker: Any) -> tuple[str, str]:
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_accelerator_ids()[get_resource_name()][0]
+
+
+def replica_seed(seed: int, rank: int) -> int:
+    """A replica's own seed: members of a group are spread over replicas. Mixed, a sum would meet a neighbour run's."""
+    return random.Random(f"{seed}/{rank}").getrandbits(63)
 
 
 def room(config: Any, num_prompt_tokens: int) -> int:
@@ -163,6 +177,8 @@ def sampling_of(params: Mapping[str, Any], *, room: int) -> Sampling:
     wanted = params.pop("max_tokens", asked)
     params["top_k"] = max(0, params.get("top_k") or 0)  # verl writes "off" as -1
     params["stop_token_ids"] = tuple(params.get("stop_token_ids") or ())
+    if "logprobs" in params:
+        params["logprobs"] = bool(params["logprobs"])  # verl's flag; to the engine a 0 is vLLM's count
     return Sampling(max_tokens=room if wanted is None else max(1, min(wanted, room)), **params)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bebop.config import ConfigError, GrpoConfig, RolloutSection, check
-from bebop.records import DraftCounts, Rollout
+from bebop.records import DraftCounts, Rollout, Sampling
 from bebop.rl.errors import RolloutFailed
 from bebop.rl.verl_config import Policy, compose
 
@@ -84,6 +84,7 @@ def test_sampling_parameters_are_taken_over_or_refused_by_name():
     assert (sampling.temperature, sampling.top_k, sampling.max_tokens, sampling.logprobs) == (0.7, 0, 9, True)
     assert sampling_of({**given, "max_tokens": 5}, room=9).max_tokens == 5
     assert sampling_of({**given, "max_new_tokens": 50}, room=9).max_tokens == 9
+    assert sampling_of({**given, "logprobs": 0}, room=9).logprobs is False
     for wrong in ({"repetition_penalty": 1.1}, {"min_p": 0.1}):
         with pytest.raises(RolloutFailed, match=next(iter(wrong))):
             sampling_of({**given, **wrong}, room=9)
@@ -144,7 +145,8 @@ def test_what_arrives_between_abort_and_resumption_waits_for_the_new_weights():
 
     async def story() -> None:
         config = SimpleNamespace(max_model_len=128, prompt_length=64, response_length=64, custom={})
-        server = TorchServer(config=config, model_config=SimpleNamespace(path=Path()), cuda_visible_devices="0")
+        model = SimpleNamespace(path=Path())
+        server = TorchServer(config=config, model_config=model, replica_rank=0, cuda_visible_devices="0")
         server.engine = engine = Engine()
         first = asyncio.ensure_future(server.generate([1], {}, "first"))
         await asyncio.sleep(0)
@@ -160,6 +162,53 @@ def test_what_arrives_between_abort_and_resumption_waits_for_the_new_weights():
             await server.generate([1], {}, "third", image_data=[1])
 
     asyncio.run(story())
+
+
+def test_replicas_of_one_run_sample_from_streams_of_their_own(tmp_path):
+    from bebop.backbone import random_checkpoint
+    from bebop.rl.torch_server import TorchServer, replica_seed
+
+    section = RolloutSection(engine="torch", max_num_seqs=8, max_model_len=32, kv_cache_gib=0.1)
+    config = SimpleNamespace(custom={"bebop": section.model_dump()}, seed=3, dtype="float32")
+    model = SimpleNamespace(path=random_checkpoint(tmp_path, vocab=8))
+
+    def sampled(rank: int) -> list[tuple[int, ...]]:
+        server = TorchServer(config=config, model_config=model, replica_rank=rank, cuda_visible_devices="")
+        server._start()
+        with server.engine as engine:
+            rollouts = engine.generate([(1, 2, 3)] * 4, Sampling(max_tokens=20, ignore_eos=True))
+        return [rollout.token_ids for rollout in rollouts]
+
+    first, second = sampled(0), sampled(1)
+    assert len({*first, *second}) == 8
+    assert sampled(1) == second
+    # nor do replicas of runs with seeds side by side
+    assert len({replica_seed(seed, rank) for seed in range(8) for rank in range(8)}) == 64
+
+
+def test_a_replica_tells_its_server_which_one_it_is(monkeypatch):
+    from bebop.rl import torch_server
+
+    async def at_once(value: object = None) -> object:
+        return value
+
+    class Server:
+        given: dict
+
+        def options(self, **_: object) -> Server:
+            return self
+
+        def remote(self, **given: object) -> SimpleNamespace:
+            self.given = given
+            return SimpleNamespace(launch_server=SimpleNamespace(remote=at_once))
+
+    place = SimpleNamespace(remote=lambda _: at_once(("0" * 56, "0")))
+    replica = torch_server.TorchReplica.__new__(torch_server.TorchReplica)
+    replica.workers, replica.replica_rank = [SimpleNamespace(__ray_call__=place)], 1
+    replica.config, replica.model_config, replica.server_class = "config", "model", Server()
+    monkeypatch.setattr(torch_server.TorchReplica, "max_concurrency", 4, raising=False)
+    asyncio.run(replica.launch_servers())
+    assert replica.server_class.given["replica_rank"] == 1
 
 
 def test_weights_go_over_whole_and_without_the_second_name_of_a_tied_embedding():

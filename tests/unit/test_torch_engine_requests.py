@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from bebop.config import ConfigError, check
 from bebop.engines import EngineRefused, check_policy
@@ -65,8 +66,8 @@ def test_a_sampling_parameter_that_would_be_ignored_is_refused_by_name(name, val
 
 
 def test_parameters_that_ask_for_nothing_pass_and_those_it_has_arrive():
-    one = request(sampling=Sampling(top_k=-1, seed=8), min_p=0.2, repetition_penalty=1.0, n=1, logit_bias=None)
-    assert (one.top_k, one.min_p, one.seed) == (0, 0.2, 8)
+    one = request(sampling=Sampling(top_k=-1, seed=8), min_p=0.25, repetition_penalty=1.0, n=1, logit_bias=None)
+    assert (one.top_k, one.min_p, one.seed) == (0, 0.25, 8)
     assert request(temperature=0.5, top_p=0.9).temperature == 0.5
     assert request().seed == 3
 
@@ -77,16 +78,66 @@ def test_parameters_that_ask_for_nothing_pass_and_those_it_has_arrive():
         ((), Sampling(), "no token came"),
         ((1,) * 16, Sampling(), r"16 tokens came, expected fewer than rollout\.max_model_len=16"),
         ((1, 30), Sampling(), r"token 30 came, expected ids in \[0, 30\)"),
-        ((1,), Sampling(temperature=-1.0), "temperature=-1.0: expected at least 0"),
+        ((1,), Sampling(temperature=-1.0), "temperature=-1.0: expected a number at least 0"),
         ((1,), Sampling(temperature=float("nan")), "temperature=nan"),
         ((1,), Sampling(top_p=0.0), "top_p=0.0"),
         ((1,), Sampling(max_tokens=0), "max_tokens=0"),
         ((1,), Sampling(seed=2**63), "seed=9223372036854775808"),
+        ((1,), Sampling(temperature=1e39), r"temperature=1e\+39: expected a number at least 0, finite in float32"),
+        ((1,), Sampling(temperature=10**400), "temperature=10+: expected a number"),
+        ((1,), Sampling(top_p=1e-46), r"top_p=1e-46: expected a number in \(0, 1\], above 0 in float32"),
+        ((1,), Sampling(top_k=-2), "top_k=-2: expected an integer"),
+        ((1.7,), Sampling(), r"prompt: \(1\.7,\) came, expected a sequence of token ids"),
+        (("a",), Sampling(), "prompt: .* came, expected a sequence of token ids"),
+        (5, Sampling(), "prompt: 5 came, expected a sequence of token ids"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused_in_one_line(prompt, sampling, message):
     with pytest.raises(EngineRefused, match=message):
         request(prompt=prompt, sampling=sampling)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop_token_ids", None),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", [1.5]),
+        ("temperature", None),
+        ("temperature", "1"),
+        ("top_p", torch.ones(2, 2)),
+        ("top_k", None),
+        ("top_k", True),
+        ("top_k", 2.0),
+        ("max_tokens", None),
+        ("seed", "a"),
+        ("seed", 1.5),
+        ("logprobs", -1),
+        ("logprobs", "no"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_in_one_line(name, value):
+    with pytest.raises(EngineRefused, match=rf"^sampling parameter {name}=.*: expected ") as caught:
+        request(**{name: value})
+    assert "\n" not in str(caught.value)
+
+
+def test_values_are_those_of_float32_and_a_top_k_of_the_whole_vocabulary_is_off():
+    one = request(temperature=1e-46, top_p=0.7, min_p=1e-46)
+    assert (one.temperature, one.min_p) == (0.0, 0.0)
+    assert one.top_p == torch.tensor(0.7).item()
+    assert [request(top_k=k).top_k for k in (-1, 0, 29, 30, 2**63)] == [0, 0, 29, 0, 0]
+
+
+def test_logprobs_are_counted_as_in_vllm_where_0_is_the_sampled_tokens_own():
+    assert [request(logprobs=value).want_logprobs for value in (0, 1, True, False, None)] == [True] * 3 + [False] * 2
+
+
+def test_integers_of_any_type_are_integers():
+    import numpy as np
+
+    one = request(prompt=torch.tensor([1, 2]), seed=np.int64(8), top_k=np.int32(3), stop_token_ids=np.array([4]))
+    assert (one.prompt, one.seed, one.top_k, one.stops) == ((1, 2), 8, 3, {0, 4})
 
 
 def test_ends_of_text_come_from_both_configs(tmp_path):
