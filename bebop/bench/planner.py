@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-MARGIN = 0.05  # a draft must promise at least this share more: t and AL are estimates some 5 % wide, and k = 0 is sure
+MARGIN = 0.05  # shares below it are taken for nothing: t and AL are estimates some 5 % wide
 
 
 class StepLike(Protocol):
@@ -46,12 +46,15 @@ class Window:
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan at one batch size. tokens_per_s: [K+1] predicted for k = 0..K by the speculating engine."""
+    """The plan at one batch size. tokens_per_s: [K+1] predicted for k = 0..K by the speculating engine. pays: whether
+    k promises the margin over plain decoding. reason: why this k, for people."""
 
     batch_size: int
     k: int
     tokens_per_s: tuple[float, ...]
     plain_tokens_per_s: float
+    pays: bool
+    reason: str
 
     @property
     def speedup(self) -> float:
@@ -98,8 +101,10 @@ def acceptance_lengths(rates: Sequence[float]) -> tuple[float, ...]:
 def choose(
     step_s: Mapping[int, Sequence[float]], plain_s: Mapping[int, float], rates: Sequence[float], margin: float = MARGIN
 ) -> list[Choice]:
-    """The k of most tokens/s at each batch size, 0 unless another promises `margin` more than plain decoding.
+    """The k of most tokens/s at each batch size, where it promises `margin` more than plain decoding and than k = 0.
 
+    Elsewhere speculation does not pay and k is 0, unless k = 0 of the speculating engine is itself more than `margin`
+    below plain decoding: then k is its fastest, 0 or not, since it gains nothing by not drafting.
     step_s: batch -> [K+1] step time at k = 0..K of the speculating engine; plain_s: batch -> step time without it.
     """
     lengths = acceptance_lengths(rates)
@@ -113,8 +118,30 @@ def choose(
         plain = batch / plain_s[batch]
         best = max(range(len(speeds)), key=speeds.__getitem__)
         pays = best > 0 and speeds[best] >= (1.0 + margin) * max(plain, speeds[0])
-        choices.append(Choice(batch, best if pays else 0, speeds, plain))
+        slow = speeds[0] < (1.0 - margin) * plain
+        k = best if pays or slow else 0
+        if pays:
+            reason = f"k = {k} promises {speeds[k] / plain - 1:.0%} more than plain decoding"
+        elif slow:
+            reason = (
+                f"no draft promises {margin:.0%} more than plain decoding, and k = 0 of the drafting engine is "
+                f"{1 - speeds[0] / plain:.0%} below it: k = {k}, its fastest"
+            )
+        else:
+            reason = f"no draft promises {margin:.0%} more than none: k = 0"
+        choices.append(Choice(batch, k, speeds, plain, pays, reason))
     return choices
+
+
+def verdict(choices: Sequence[Choice], schedule: str) -> str:
+    """What to do, as one line; `schedule` as text. Tells why where a batch drafts that does not pay."""
+    if any(choice.pays for choice in choices):
+        forced = [f"; at batch {c.batch_size} {c.reason}" for c in choices if c.k and not c.pays]
+        return f"draft by {schedule}{''.join(forced)}"
+    nowhere = "speculation does not pay at any of these batch sizes"
+    if any(choice.k for choice in choices):
+        return f"{nowhere}, so set rollout.speculation=none; an engine that speculates even so is fastest by {schedule}"
+    return f"{nowhere}: k = 0, so set rollout.speculation=none"
 
 
 def schedule(

@@ -7,6 +7,7 @@ in each pass, and a pass's steps are compared with that pass's plain steps: a ma
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import time
 from collections import defaultdict
@@ -19,11 +20,14 @@ from tqdm import tqdm
 
 from bebop.bench.planner import Window, acceptance, full_steps
 from bebop.engines.vllm_engine import VllmEngine
+from bebop.mtp.families import decoder_config, known_family
 from bebop.records import DraftCounts, Sampling
+from bebop.sft.launch import device_name
 
 PASSES = 5
 PROBE_TOKENS = 20  # response tokens of a request in each probe
-HEADS = ("mtp_layers.", "mtp.", "model.mtp")
+EXPERT = re.compile(r"\bexperts\.")  # a tensor of routed experts, one by one or stacked; shared ones have other names
+EXPERTS = ("num_experts", "n_routed_experts")  # config keys of their number
 Prompts = list[list[int]]
 
 
@@ -93,33 +97,53 @@ def difference(after: DraftCounts, before: DraftCounts) -> DraftCounts:
     )
 
 
-def memory_bytes_per_s(size: int = 2**28, repeats: int = 7) -> float:
-    """Speed at which this machine reads memory, the best of some sums over `size` bytes by torch's threads."""
-    block = torch.ones(size // 4)
+def memory_bytes_per_s(size: int = 2**28, repeats: int = 7, device: str | None = None) -> float:
+    """Speed at which a device, by default the engines' own, reads its memory: the best of some sums over `size` bytes
+    by torch, of four times as many on a GPU, where a sum ends too soon to be timed."""
+    device = device or device_name()
+    size *= 1 if device == "cpu" else 4
+    block = torch.ones(size // 4, device=device)
     times = []
     for _ in range(repeats):
+        _finish(device)
         started = time.perf_counter()
         block.sum()
+        _finish(device)
         times.append(time.perf_counter() - started)
     return size / min(times)
+
+
+def _finish(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)
 
 
 def weight_bytes(policy_dir: Path) -> dict[str, int]:
     """Bytes of what passes read, out of the headers of a directory's safetensors: "backbone", "heads", "lm_head".
 
     "backbone" is what a target forward reads: every layer and the lm_head, but no table of embeddings, of which a few
-    rows are read, unless it is the lm_head too.
+    rows are read, unless it is the lm_head too. "heads" is the MTP layer that an engine serves, the first, without its
+    copies of embeddings and lm_head, for which the policy's own stand. Of routed experts those of one token count: a
+    batch reads more of them, up to all, so with a mixture of experts the floor of a large batch is far too low.
     """
-    sizes = {"backbone": 0, "heads": 0, "lm_head": 0}
+    config = json.loads((policy_dir / "config.json").read_text())
+    family, decoder = known_family(config), decoder_config(config)
+    sizes, routed = {"backbone": 0, "heads": 0, "lm_head": 0}, {"backbone": 0, "heads": 0}
     embeddings = 0
     for name, size in _tensors(policy_dir):
-        if any(part in name for part in HEADS):
-            sizes["heads"] += size
-        elif name.endswith("embed_tokens.weight"):
+        part = "heads" if family and family.is_head(name, decoder) else "backbone"
+        if part == "heads" and (name.endswith(family.shared) or family.layers([name], decoder) - {0}):
+            continue
+        if EXPERT.search(name):
+            routed[part] += size
+        elif part == "backbone" and name.endswith("embed_tokens.weight"):
             embeddings += size
         else:
-            sizes["backbone"] += size
+            sizes[part] += size
             sizes["lm_head"] += size if name == "lm_head.weight" else 0
+    experts = next((decoder[key] for key in EXPERTS if decoder.get(key)), 1)
+    for part, size in routed.items():
+        sizes[part] += size * decoder.get("num_experts_per_tok", experts) // experts
     if not sizes["lm_head"]:  # tied
         sizes["lm_head"] = embeddings
         sizes["backbone"] += embeddings

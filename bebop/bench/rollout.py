@@ -163,12 +163,7 @@ def _write_plan(
     _write_csv(run_dir / "plan.csv", table)
     print_table(table)
     plan_plot.write(table, run_dir / "plan.png")
-    pays = any(choice.k for choice in choices)
-    verdict = (
-        f"draft by {text(schedule)}"
-        if pays
-        else "speculation does not pay at any of these batch sizes: k = 0, so set rollout.speculation=none"
-    )
+    verdict = planner.verdict(choices, text(schedule))
     print(
         f"{verdict}\nweights are read at {bandwidth / 1e9:.1f} GB/s at best: floor_ms is that time for a step's bytes"
     )

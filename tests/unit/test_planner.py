@@ -1,11 +1,15 @@
 """The planner's arithmetic: what a step is worth, which steps count, and when drafting does not pay."""
 
+import json
+
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from bebop.backbone import random_checkpoint
 from bebop.bench import plan_plot
-from bebop.bench.planner import MARGIN, acceptance, acceptance_lengths, choose, floor_s, full_steps, schedule
+from bebop.bench import probe as probe_module
+from bebop.bench.planner import MARGIN, acceptance, acceptance_lengths, choose, floor_s, full_steps, schedule, verdict
 from bebop.bench.probe import difference, memory_bytes_per_s, weight_bytes
 from bebop.engines.base import Step
 from bebop.records import DraftCounts
@@ -40,8 +44,42 @@ def test_a_gain_within_the_margin_is_left_alone(gain, k):
 
 
 def test_a_gain_over_the_drafting_engines_own_plain_steps_alone_does_not_count():
-    (choice,) = choose({4: (1.2, 1.5)}, {4: 1.0}, (0.4,))  # 1.4 / 1.5 beats 1 / 1.2, not 1 / 1.0
-    assert choice.k == 0
+    (choice,) = choose({4: (1.04, 1.4)}, {4: 1.0}, (0.44,))  # 1.44 / 1.4 beats 1 / 1.04, not 1 / 1.0
+    assert (choice.k, choice.pays) == (0, False)
+    assert choice.reason == "no draft promises 5% more than none: k = 0"
+
+
+def _of_speeds(speeds, plain=1.0):
+    """Step times of a batch of 1 at which k = 0, 1, .. make these tokens/s, with RATES."""
+    lengths = acceptance_lengths(RATES[: len(speeds) - 1])
+    return {1: tuple(length / speed for length, speed in zip(lengths, speeds, strict=True))}, {1: 1 / plain}
+
+
+def test_where_no_draft_pays_and_k_0_of_the_drafting_engine_is_worst_its_fastest_is_taken():
+    (choice,) = choose(*_of_speeds((0.87, 1.031, 1.005, 0.952)), RATES)
+    assert (choice.k, choice.pays) == (1, False)
+    assert choice.reason == (
+        "no draft promises 5% more than plain decoding, and k = 0 of the drafting engine is 13% below it: "
+        "k = 1, its fastest"
+    )
+    assert schedule(*_of_speeds((0.87, 1.031, 1.005, 0.952)), RATES) == {1: 1}
+    (choice,) = choose(*_of_speeds((0.9, 0.8, 0.7, 0.6)), RATES)
+    assert (choice.k, choice.pays) == (0, False)
+    (choice,) = choose(*_of_speeds((0.96, 1.04, 1.0, 0.9)), RATES)
+    assert (choice.k, choice.pays) == (0, False), "k = 0 is as good as plain decoding, within the margin"
+
+
+def test_the_verdict_tells_whether_to_speculate_and_why_a_batch_drafts_without_gain():
+    step_s, plain_s = _of_speeds((1.0, 1.2, 1.5, 1.4))
+    (pays,) = choose(step_s, plain_s, RATES)
+    (forced,) = choose(*_of_speeds((0.87, 1.031, 1.005, 0.952)), RATES)
+    (none,) = choose(*_of_speeds((1.0, 0.9, 0.8, 0.7)), RATES)
+    assert pays.reason == "k = 2 promises 50% more than plain decoding"
+    assert verdict([pays, none], "1:2 2+:0") == "draft by 1:2 2+:0"
+    assert verdict([pays, forced], "1:2 2+:1") == f"draft by 1:2 2+:1; at batch 1 {forced.reason}"
+    nowhere = "speculation does not pay at any of these batch sizes"
+    assert verdict([none], "1+:0") == f"{nowhere}: k = 0, so set rollout.speculation=none"
+    assert verdict([forced, none], "1:1 2+:0").startswith(f"{nowhere}, so set rollout.speculation=none; an engine")
 
 
 def test_between_two_sizes_step_times_are_interpolated_and_not_the_smaller_ones_k_kept():
@@ -91,7 +129,46 @@ def test_bytes_of_a_pass_leave_out_the_table_of_embeddings_unless_it_is_the_lm_h
     if not tied:
         tensors["lm_head.weight"] = torch.zeros(10, 4, dtype=half)
     save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     assert weight_bytes(tmp_path) == {"backbone": 32 + 80, "heads": 64, "lm_head": 80}
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "qwen3_next"])
+def test_bytes_of_a_mixture_of_experts_are_those_of_one_token_and_of_the_head_that_is_served(tmp_path, model_type):
+    """Heads numbered on from the decoder's layers, or not; with copies of the policy's tables and a second MTP layer,
+    which no engine reads."""
+    policy = random_checkpoint(tmp_path, model_type=model_type, hidden_size=32, num_heads=4)
+    tensors = load_file(policy / "model.safetensors")
+    head = "mtp." if model_type == "qwen3_next" else "model.layers.2."
+    expected = {"backbone": 0, "heads": 0}
+    for name, tensor in tensors.items():
+        if name == "model.embed_tokens.weight":
+            continue
+        share = 0.5 if ".experts." in name else 1  # 2 of 4
+        expected["heads" if name.startswith(head) else "backbone"] += share * tensor.nbytes
+    lm_head = tensors["lm_head.weight"].nbytes
+    assert weight_bytes(policy) == {**expected, "lm_head": lm_head}
+    assert expected["heads"] > 3 * 32 * 64 * 4
+    if model_type == "qwen3_next":
+        extra = {name.replace("layers.0.", "layers.1."): t for name, t in tensors.items() if ".layers.0." in name}
+        extra = {name: tensor for name, tensor in extra.items() if name.startswith(head)}
+    else:
+        extra = {name.replace(head, "model.layers.3."): t for name, t in tensors.items() if name.startswith(head)}
+        extra |= dict.fromkeys(
+            (f"{head}embed_tokens.weight", f"{head}shared_head.head.weight"), tensors["lm_head.weight"]
+        )
+    save_file({name: tensor.clone() for name, tensor in extra.items()}, policy / "model-extra.safetensors")
+    assert extra and weight_bytes(policy) == {**expected, "lm_head": lm_head}
+
+
+def test_memory_is_timed_on_the_engines_device(monkeypatch):
+    made = []
+    ones = torch.ones
+    monkeypatch.setattr(probe_module, "device_name", lambda: "cuda")
+    monkeypatch.setattr(probe_module.torch, "ones", lambda n, device: made.append((n, device)) or ones(n))
+    monkeypatch.setattr(probe_module.torch.cuda, "synchronize", lambda device: made.append(device))
+    assert memory_bytes_per_s(2**16, 2) > 0
+    assert made == [(2**16, "cuda"), *["cuda"] * 4], "each sum is waited for"
 
 
 def test_counts_between_two_readings():
