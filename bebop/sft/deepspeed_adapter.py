@@ -14,12 +14,16 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ADAMW_RMS = 0.2  # root mean square of AdamW's updates, per unit of learning rate
+# Of a wait for the others: while one fills a file of hidden states or writes the checkpoint, the others wait as long as
+# it takes. A process that died is not waited for: bebop.sft.launch stops the others at once.
+PATIENCE = timedelta(hours=24)
 LAST = "last.json"  # names the newest complete checkpoint; replaced atomically, after the checkpoint is whole
 
 
@@ -63,6 +67,7 @@ def init_process_group(device: str, rendezvous: Path, rank: int, world_size: int
         init_method=f"file://{rendezvous.resolve()}",
         rank=rank,
         world_size=world_size,
+        timeout=PATIENCE,
         auto_mpi_discovery=False,
         verbose=False,
     )

@@ -107,7 +107,8 @@ class HiddenStates:
         distributed = torch.distributed.is_initialized()
         if not distributed or torch.distributed.get_rank() == 0:
             with file_lock(file.with_suffix(".lock")):
-                whole = about.exists() and json.loads(about.read_text()) == meta and file.stat().st_size == size
+                whole = about.exists() and json.loads(about.read_text()) == meta
+                whole = whole and file.is_file() and file.stat().st_size == size  # the description alone may be left
                 log.info("%s: hidden states %s %s, %s", name, "are read from" if whole else "go to", file, _human(size))
                 if not whole:
                     for left in file.parent.glob(f"{file.stem}*.part"):  # of a process that was killed

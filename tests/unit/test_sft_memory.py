@@ -144,6 +144,8 @@ def test_states_on_disk_are_read_again_and_made_anew_for_another_policy_or_after
     assert file.stat().st_mtime_ns > written
     file.write_bytes(file.read_bytes()[:100])  # cut off
     assert torch.equal(_all(HiddenStates(backbone, rows, 24, identity="another", **name), rows), first)
+    file.unlink()  # the large one removed for its room
+    assert torch.equal(_all(HiddenStates(backbone, rows, 24, identity="another", **name), rows), first)
     file.with_suffix(".json").unlink()  # killed between the two
     file.write_bytes(b"\0" * file.stat().st_size)
     file.with_suffix(".part").write_bytes(b"begun")
