@@ -16,13 +16,13 @@ from bebop.data import load_tokenizer, make_prompts, score
 from bebop.data.distill import TextRow, sample_all
 from bebop.data.given import load_parquet
 from bebop.engines import make_engine
-from bebop.evaluate import slopes
+from bebop.evaluate import samples, slopes
 from bebop.evaluate.agreement import Agreement, compare
 from bebop.evaluate.anchors import Anchors, score_text
 from bebop.evaluate.figures import write_figures
 from bebop.evaluate.table import Row, render, rows_of, write_csv
 from bebop.monitor import check_wandb, write_summary
-from bebop.mtp import load_heads
+from bebop.mtp import checkpoint_checksums, load_heads
 from bebop.records import DraftCounts, Prompt, Rollout
 from bebop.sft.launch import device_name
 from bebop.sft.scoring import acceptance_of
@@ -34,8 +34,8 @@ ALL = "all"
 
 
 def run(config: EvalConfig, run_dir: Path) -> dict[str, Any]:
-    """Evaluate the policy of `config.model`; writes eval.csv, figures, a record in metrics.jsonl and summary.json to
-    `run_dir`.
+    """Evaluate the policy of `config.model`; writes the responses, eval.csv, figures, a record in metrics.jsonl and
+    summary.json to `run_dir`. Responses that are there already, by the same policy to the same prompts, are taken.
 
     Returns the summary: its top level is of the first temperature, `by_temperature` has all. Raises ConfigError where
     the policy has no heads.
@@ -48,13 +48,15 @@ def run(config: EvalConfig, run_dir: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(policy_dir)
     encoded = encode_prompts(_prompts(config, tokenizer), config.data, tokenizer)
     prompts = [prompt for prompt, _ in encoded]
-    sampled = _sample(config, policy_dir, [ids for _, ids in encoded])
+    sampled = _sample(config, policy_dir, [ids for _, ids in encoded], run_dir)
     device = device_name()
     backbone = load_backbone(policy_dir, dtype=getattr(torch, config.model.dtype), device=device)
     head = head.float().to(device)
 
     rows: list[Row] = []
     by_temperature, sweep = {}, {}
+    of_task = _by_task(prompts)
+    comparisons = len(of_task) * len(sampled)
     for temperature, rollouts in sampled.items():
         anchors = _scored(config, backbone, head, prompts, rollouts, temperature)
         sweep[temperature] = anchors
@@ -63,19 +65,20 @@ def run(config: EvalConfig, run_dir: Path) -> dict[str, Any]:
             for prompt, rollout in zip(prompts, rollouts, strict=True)
         ]
         tasks: dict[str, Any] = {}
-        for task, chosen in _by_task(prompts).items():
-            found, task_rows = _task(config, task, chosen, rollouts, rewards, anchors)
+        for task, chosen in of_task.items():
+            found, task_rows = _task(config, task, chosen, rollouts, rewards, anchors, comparisons)
             tasks[task], rows = found, rows + task_rows
         by_temperature[temperature] = {"temperature": temperature, "tasks": tasks}
     token_slopes = {t: _token_slope(anchors) for t, anchors in sweep.items()}
     for temperature, slope in token_slopes.items():
         by_temperature[temperature]["slope_over_tokens"] = slope.as_dict()
+    write_csv(run_dir / "eval.csv", rows)
     first = by_temperature[next(iter(sampled))]
     summary = {
         "policy": str(policy_dir),
         "temperature": first["temperature"],
         "rule": config.rollout.acceptance_rule if config.rollout.speculation == "mtp" else None,
-        "num_speculative_tokens": config.rollout.num_speculative_tokens,
+        "num_speculative_tokens": config.rollout.draft_depth,
         "depth": config.depth,
         "tasks": first["tasks"],
         "slope_over_tokens": first["slope_over_tokens"],
@@ -84,7 +87,6 @@ def run(config: EvalConfig, run_dir: Path) -> dict[str, Any]:
         "alarms": [line for entry in by_temperature.values() for line in _alarms(entry)],
         "figures": write_figures(run_dir, sweep, token_slopes),
     }
-    write_csv(run_dir / "eval.csv", rows)
     with Sinks(config.logger, run_dir) as sinks:
         sinks.write("eval", {**summary, "rows": [asdict(row) for row in rows]})
     write_summary(run_dir, summary)
@@ -134,13 +136,15 @@ def _task(
     rollouts: Sequence[Rollout],
     rewards: Sequence[float | None],
     all_anchors: Anchors,
+    comparisons: int,
 ) -> tuple[dict[str, Any], list[Row]]:
-    """What the summary says of one task at one temperature, and its rows."""
+    """What the summary says of one task at one temperature, one of `comparisons` of the run, and its rows."""
     anchors = all_anchors.of(chosen)
     if not len(anchors.response):
         raise ConfigError(f"task {task}: no response of its {len(chosen)} prompts has 2 tokens; give more prompts")
     counts = _pooled([rollouts[i] for i in chosen])
-    agreement = _agreement(config, anchors, {i: c for i in chosen if (c := rollouts[i].counts) is not None})
+    counted = {i: c for i in chosen if (c := rollouts[i].counts) is not None}
+    agreement = _agreement(config, anchors, counted, comparisons)
     scored = acceptance_of(anchors.statistics, all_anchors.temperature)
     errors = [_clustered_error(value, anchors.response) for value in anchors.accepted["rejection"]]
     top, alpha = anchors.statistics["top_prob"], anchors.statistics["alpha"]
@@ -160,18 +164,21 @@ def _task(
     }, rows_of(task, counts, scored, agreement, errors, ahead)
 
 
-def _agreement(config: EvalConfig, anchors: Anchors, counts: dict[int, DraftCounts]) -> Agreement | None:
+def _agreement(
+    config: EvalConfig, anchors: Anchors, counts: dict[int, DraftCounts], comparisons: int
+) -> Agreement | None:
     rollout = config.rollout
     if rollout.speculation != "mtp" or rollout.tree != "none":  # a tree's counts are not a chain's
         return None
-    return compare(anchors, counts, rule=rollout.rule, num_drafts=rollout.num_speculative_tokens)
+    depth = rollout.num_speculative_tokens
+    return compare(anchors, counts, rule=rollout.rule, num_drafts=depth, comparisons=comparisons)
 
 
 def _alarms(entry: dict[str, Any]) -> list[str]:
     lines = []
     for task, found in entry["tasks"].items():
         agreement = found["agreement"]
-        if agreement and not agreement["agrees"]:
+        if agreement and agreement["agrees"] is False:  # None: too few to judge
             parts = ", ".join(
                 f"depth {j + 1} sampled {a:.4f} scored {b:.4f} ± {half:.4f}"
                 for j, (a, b, half) in enumerate(
@@ -179,8 +186,9 @@ def _alarms(entry: dict[str, Any]) -> list[str]:
                 )
             )
             lines.append(
-                f"task {task}, T = {entry['temperature']:g}: sampled and scored acceptance part beyond their joint "
-                f"99 % interval ({parts}); the engine serves other heads, or samples otherwise, than the checkpoint"
+                f"task {task}, T = {entry['temperature']:g}: sampled and scored acceptance part beyond the 99 % "
+                f"interval of the whole run's comparisons ({parts}); the engine serves other heads, or samples "
+                "otherwise, than the checkpoint"
             )
     return lines
 
@@ -228,14 +236,22 @@ def _prompts(config: EvalConfig, tokenizer: Any) -> list[Prompt]:
     return prompts
 
 
-def _sample(config: EvalConfig, policy_dir: Path, prompts: Sequence[Sequence[int]]) -> dict[float, list[Rollout]]:
-    """Responses by temperature, all from one engine."""
-    sampling = rollout_sampling(config)
-    found = {}
-    with make_engine(config.rollout, policy_dir, seed=config.seed, dtype=config.model.dtype) as engine:
-        for temperature in config.swept:
-            title = f"eval T={temperature:g}"
-            found[temperature] = sample_all(engine, prompts, replace(sampling, temperature=temperature), title=title)
+def _sample(
+    config: EvalConfig, policy_dir: Path, prompts: Sequence[Sequence[int]], run_dir: Path
+) -> dict[float, list[Rollout]]:
+    """Responses by temperature: those in run_dir, the others from one engine."""
+    sampling, sums = rollout_sampling(config), checkpoint_checksums(policy_dir)
+    policy = f"{sums.backbone} {sums.heads}"
+    found = {temperature: samples.read(run_dir, temperature, policy, prompts) for temperature in config.swept}
+    missing = [temperature for temperature, there in found.items() if there is None]
+    if len(missing) < len(found):
+        log.info("eval: %d of %d temperatures are sampled already", len(found) - len(missing), len(found))
+    if missing:
+        with make_engine(config.rollout, policy_dir, seed=config.seed, dtype=config.model.dtype) as engine:
+            for temperature in missing:
+                wanted = replace(sampling, temperature=temperature)
+                found[temperature] = sample_all(engine, prompts, wanted, title=f"eval T={temperature:g}")
+                samples.write(run_dir, temperature, policy, found[temperature])
     return found
 
 

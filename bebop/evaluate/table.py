@@ -28,7 +28,7 @@ class Row:
     num_accepted: int | None
     sampled: float | None  # num_accepted / num_drafts, under the rollout's rule
     as_drafted: float | None  # what it should be, by the scores
-    half_width_99: float | None  # of their difference, jointly over the depths
+    half_width_99: float | None  # of their difference, jointly over the run; None: too few responses to judge
     scored_target_only: float
     scored_rejection: float
     scored_rejection_se: float  # over responses
@@ -62,7 +62,7 @@ def rows_of(
                 num_accepted=accepted[j] if known else None,
                 sampled=accepted[j] / counts.num_drafts if known else None,
                 as_drafted=held.as_drafted[j] if held else None,
-                half_width_99=held.half_width[j] if held else None,
+                half_width_99=held.half_width[j] if held and held.judged else None,
                 scored_target_only=scored.accepted_target_only[j],
                 scored_rejection=scored.accepted[j],
                 scored_rejection_se=errors[j],
@@ -93,7 +93,8 @@ def render(rows: Sequence[Row]) -> str:
     for row in rows:
         counts = "-" if row.num_drafts is None else f"{row.num_accepted} / {row.num_drafts}"
         sampled = "-" if row.sampled is None else f"{row.sampled:.4f}"
-        drafted = "-" if row.as_drafted is None else f"{row.as_drafted:.4f} ({row.half_width_99:.4f})"
+        width = "too few to judge" if row.half_width_99 is None else f"{row.half_width_99:.4f}"
+        drafted = "-" if row.as_drafted is None else f"{row.as_drafted:.4f} ({width})"
         lines.append(
             (
                 *(row.task, f"{row.temperature:g}", str(row.depth), counts, sampled, drafted),

@@ -44,7 +44,7 @@ def test_the_policy_s_own_samples_are_kept_with_their_logprobs(heads):
     assert not held & {row.prompt_ids for row in rows}
 
 
-def test_sampled_acceptance_of_the_served_heads_equals_the_scored_one(heads, tmp_path):
+def test_sampled_acceptance_of_the_served_heads_equals_the_scored_one(heads, tmp_path, monkeypatch):
     """The engine loads the checkpoint as it is; what it accepts is what the trainer's own computation says."""
     result, _ = heads
     config = EvalConfig(
@@ -71,6 +71,9 @@ def test_sampled_acceptance_of_the_served_heads_equals_the_scored_one(heads, tmp
     assert lines[0].startswith("task,temperature,depth,num_drafts,num_accepted") and len(lines) == 4
     assert json.loads((tmp_path / "summary.json").read_text())["rule"] == "rejection"
     assert all((tmp_path / figure).stat().st_size > 10_000 for figure in summary["figures"])
+    # stopped after sampling, it goes on without an engine
+    monkeypatch.setattr(evaluate.stage, "make_engine", None)
+    assert evaluate.run(config, tmp_path)["tasks"] == summary["tasks"]
 
 
 def test_an_engine_with_other_heads_than_the_checkpoint_raises_the_alarm(heads, tiny_random, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bebop.evaluate.agreement import _along
+from bebop.evaluate.agreement import _along, _by_response
 from bebop.losses import accepted_at_anchors, accepted_given_text
 from bebop.spec import verify_chain
 
@@ -114,7 +114,7 @@ def test_expected_visits_equal_simulated_rounds():
     rng = np.random.default_rng(0)
     length, depth, rounds = 9, 2, 40_000
     given = np.cumprod(rng.uniform(0.2, 0.9, (depth, length)), 0)
-    expected, visits = _along(given, np.zeros(length, dtype=int), np.arange(length), [0])
+    expected, visits = _along(_by_response(given, np.zeros(length, dtype=int), np.arange(length), [0]))
     starts, accepted = 0, np.zeros(depth)
     for _ in range(rounds):
         at = 0
