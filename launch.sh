@@ -63,17 +63,25 @@ setup() {
   fi
   rm -f .venv/bebop-stamp
   .venv/bin/python -m pip install --quiet --disable-pip-version-check "uv==$UV_VERSION"
-  # uv does not read pip's own settings: a folder of wheels named there holds builds that fit this machine. Without one,
-  # a CPU machine asks for the CPU build of torch by uv's own name for it.
+  # uv does not read pip's own settings: folders of wheels named there are handed on, but for one with a CPU build of torch
+  # to a GPU machine, where uv would prefer it. Without one a CPU machine asks for that build by uv's own name for it.
   links=$(.venv/bin/python -m pip config get global.find-links 2>/dev/null || true)
   local options=(--python .venv/bin/python --overrides "requirements/overrides-$kind.txt" -r "requirements/$kind.lock")
-  if [ -n "$links" ]; then
-    for link in $links; do options+=(--find-links "$link"); done
-  elif [ "$kind" = cpu ]; then
-    options+=(--torch-backend cpu)
-  fi
+  local link cpu_torch=""
+  for link in $links; do
+    if compgen -G "$link/torch-*+cpu*.whl" >/dev/null; then
+      cpu_torch=1
+      [ "$kind" = cpu ] || continue
+    fi
+    options+=(--find-links "$link")
+  done
+  if [ "$kind" = cpu ] && [ -z "$cpu_torch" ]; then options+=(--torch-backend cpu); fi
   say "installing the packages of requirements/$kind.lock"
   .venv/bin/uv pip install "${options[@]}"
+  if [ "$kind" = gpu ]; then
+    .venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None and torch.version.hip is None)' ||
+      die "a CPU build of torch was installed on a GPU machine; leave it out of pip's find-links, or set BEBOP_ACCELERATOR=cpu"
+  fi
   say "installing bebop"
   .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --editable .
   say "compiling Python files (once; start-ups are faster for it)"

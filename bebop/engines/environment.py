@@ -20,7 +20,11 @@ from bebop.engines.vllm_patches import PLAIN_WEIGHTS_ENV
 
 PARENT_ENV = "BEBOP_ENGINE_PARENT"  # process id of the engine's owner
 LOG_ENV = "BEBOP_ENGINE_LOG"  # file that the engine process writes its output to
+V2_RUNNER_ENV = "VLLM_USE_V2_MODEL_RUNNER"
 GENERAL = {
+    # One runner everywhere, the one that GRPO needs: the V2 runner keeps its drafter where verl 0.9.1 does not look and
+    # would never sync it. Its sampler is another: what doctor, eval and bench measure on it would say nothing of RL.
+    V2_RUNNER_ENV: "0",
     "HF_HUB_OFFLINE": "1",  # policies are directories on disk
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about defaults that bebop sets on purpose
@@ -63,7 +67,7 @@ def enter_engine_process() -> None:
         return
     if sys.platform == "linux" and os.getppid() == int(parent):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() == 1:
+    if os.getppid() == 1 and parent != "1":  # in a container the engine's owner may be process 1
         sys.exit("the process that started this engine is gone")
     if path := os.environ.get(LOG_ENV):
         log = os.open(path, os.O_WRONLY | os.O_APPEND)

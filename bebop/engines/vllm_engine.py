@@ -27,7 +27,16 @@ from bebop.config import RolloutSection
 from bebop.draft_schedule import parse
 from bebop.engines import vllm_patches, vllm_schedule
 from bebop.engines.base import EngineDied, EngineError, EngineRefused, Step, Weights
-from bebop.engines.environment import GENERAL, LOG_ENV, PARENT_ENV, applied, cpu_environment, last_error, missing
+from bebop.engines.environment import (
+    GENERAL,
+    LOG_ENV,
+    PARENT_ENV,
+    V2_RUNNER_ENV,
+    applied,
+    cpu_environment,
+    last_error,
+    missing,
+)
 from bebop.engines.vllm_arguments import engine_arguments, refuse_block, sampling_values, stamp
 from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
 
@@ -67,7 +76,8 @@ class VllmEngine:
         # with a log level of the user's choice, the engine's output stays on the terminal
         log = {} if "VLLM_LOGGING_LEVEL" in os.environ else {LOG_ENV: str(self._log)}
         own = {PARENT_ENV: str(os.getpid()), **log}
-        with applied(own | missing(GENERAL | (cpu_environment() if on_cpu else {}))):
+        wanted = GENERAL | {V2_RUNNER_ENV: "1" if self.rollout.rule == "block" else GENERAL[V2_RUNNER_ENV]}
+        with applied(own | missing(wanted | (cpu_environment() if on_cpu else {}))):
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+# A server's calls at once, all of them waiting in its event loop: with more samples in flight than verl's 1000 its
+# health and an abort would wait behind them, and the watchdog take it for dead.
+CALLS_AT_ONCE = 1 << 16
+
 _server: Any = None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bebop.engines.environment import GENERAL, LOG_ENV, cpu_environment
 
+PARENT_ENV = "BEBOP_RUN_PARENT"  # process id of the command that started the trainer
 RUN_ENV = "BEBOP_RUN"  # the run folder; every process of a run carries it, so that all of them can be found and ended
 ENGINE_LOG = "engine.log"
 
@@ -35,8 +36,6 @@ def run_environment(run_dir: Path, *, on_cpu: bool, base: Mapping[str, str] | No
         # idle workers that Ray starts ahead find no use: verl's actors have environments of their own
         "RAY_prestart_worker_first_driver": "0",
         "RAY_enable_worker_prestart": "0",
-        # vLLM's V2 runner keeps its drafter where verl 0.9.1 does not look, and would never sync it
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "PYTHONUNBUFFERED": "1",
     }
     if on_cpu:

@@ -21,7 +21,7 @@ import time
 import traceback
 from pathlib import Path
 
-from bebop.rl.environment import run_tag
+from bebop.rl.environment import PARENT_ENV, run_tag
 from bebop.rl.run import end_processes
 
 START = time.monotonic()
@@ -148,10 +148,10 @@ def end_the_rest_after_me(run_dir: Path) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process with its parent, should that be killed."""
+    """Have the kernel end this process with its parent, should that be killed; in a container that may be process 1."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() == 1:
+        if os.getppid() != int(os.environ.get(PARENT_ENV, os.getppid())):
             sys.exit(1)
 
 

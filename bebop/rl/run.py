@@ -6,6 +6,7 @@ Everything that verl, Ray and vLLM start carries the run folder in its environme
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -13,18 +14,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bebop.config import GrpoConfig
+from bebop.config import ConfigError, GrpoConfig
 from bebop.data.prompts import make_prompts
 from bebop.monitor import JsonlSink, read_records, summarise, write_report, write_summary
 from bebop.rl import checkpoints
-from bebop.rl.environment import ENGINE_LOG, RUN_ENV, run_environment
+from bebop.rl.environment import ENGINE_LOG, PARENT_ENV, RUN_ENV, run_environment
 from bebop.rl.errors import RlError
 from bebop.rl.prompts import write_parquet
 from bebop.rl.verl_config import Policy, compose, save
 
+HOLD = ".hold"  # its lock is held by the process that runs `run`; the trainer has one of its own
 ENDING_S = 15.0  # for processes to end by themselves before they are killed
 
 
@@ -39,6 +43,24 @@ def run(config: GrpoConfig, run_dir: Path, *, policy_dir: Path | None = None) ->
     run_dir = Path(run_dir).resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
     num_gpus = torch.cuda.device_count()
+    if torch.version.cuda is not None and not num_gpus:
+        raise ConfigError("torch is built for GPUs and sees none (nvidia-smi, CUDA_VISIBLE_DEVICES); grpo won't guess")
+    with only_run_of(run_dir):
+        return _run(config, run_dir, policy_dir, num_gpus)
+
+
+@contextmanager
+def only_run_of(run_dir: Path) -> Iterator[None]:
+    """Hold a run folder. Raises RlError where another process does: it would be killed for a leftover of this run."""
+    with open(run_dir / HOLD, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RlError(f"run_dir={run_dir}: another process trains there; wait for it or choose another") from None
+        yield
+
+
+def _run(config: GrpoConfig, run_dir: Path, policy_dir: Path | None, num_gpus: int) -> dict[str, Any]:
     if policy_dir is None:
         from bebop.backbone import prepare_policy
 
@@ -76,6 +98,7 @@ def _train(run_dir: Path, env: dict[str, str]) -> None:
     (run_dir / "error.json").unlink(missing_ok=True)
     (run_dir / ENGINE_LOG).touch()
     end_processes(run_dir, grace_s=0)
+    env = {**env, PARENT_ENV: str(os.getpid())}
     process = subprocess.Popen([sys.executable, "-m", "bebop.rl.main", str(run_dir)], env=env, start_new_session=True)
     try:
         code = process.wait()

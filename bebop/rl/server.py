@@ -63,9 +63,9 @@ class PolicyServer(vLLMHttpServer):
             output.extra_fields["spec_accepted_per_depth"] = list(per_depth)
         return output
 
-    async def served_checksums(self) -> dict[str, Any]:
+    async def served_checksums(self, of_backbone: bool = True) -> dict[str, Any]:
         """What the engine holds now, see `bebop.engines.vllm_worker`."""
-        return (await self.engine.collective_rpc("bebop_checksums"))[0]
+        return (await self.engine.collective_rpc("bebop_checksums", args=(of_backbone,)))[0]
 
     async def health(self) -> str:
         """Raises with the engine's own error once it is dead."""
@@ -81,3 +81,7 @@ class PolicyReplica(vLLMReplica):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.server_class = early.server_class(otherwise=ray.remote(PolicyServer))
+
+    @property
+    def max_concurrency(self) -> int:
+        return early.CALLS_AT_ONCE

@@ -103,8 +103,8 @@ class TorchServer:
 
         await asyncio.to_thread(lambda: self.engine.update_weights(load_file(path), version))
 
-    async def served_checksums(self) -> dict[str, Any]:
-        """What the engine holds now."""
+    async def served_checksums(self, of_backbone: bool = True) -> dict[str, Any]:
+        """What the engine holds now; the backbone's is made with the others, asked for or not."""
         return asdict(await asyncio.to_thread(self.engine.checksums))
 
     async def health(self) -> str:
@@ -120,6 +120,10 @@ class TorchReplica(RolloutReplica):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.server_class = early.server_class(otherwise=ray.remote(TorchServer))
+
+    @property
+    def max_concurrency(self) -> int:
+        return early.CALLS_AT_ONCE
 
     async def launch_servers(self) -> None:
         (worker,) = self.workers

@@ -155,7 +155,8 @@ class Safeguards:
 
     def _compare_weights(self) -> None:
         ours = self.actor_rollout_wg.policy_checksums()[0]
-        for theirs in ray.get([server.served_checksums.remote() for server in self.llm_server_manager.server_handles]):
+        servers, both = self.llm_server_manager.server_handles, bool(ours["backbone"])
+        for theirs in ray.get([server.served_checksums.remote(both) for server in servers]):
             if theirs["num_head_tensors"] != ours["num_head_tensors"] or theirs["heads"] != ours["heads"]:
                 raise HeadsDiffer(
                     f"the engine drafts with other heads than the trainer's: {theirs['num_head_tensors']} of "

@@ -67,11 +67,10 @@ class PolicyWorker(ActorRolloutRefWorker):
         """Write the policy with its heads as a Hugging Face directory that vLLM loads unchanged; rank 0 writes."""
         source = Tensors(Path(source_dir))
         tied = {"lm_head.weight"} - set(source)  # the embedding, which transformers lists twice
-        tensors = {
-            name: tensor.to("cpu", source[name].dtype if name in source else None)
-            for name, tensor in self._backbone()
-            if name not in tied
-        }
+        tensors = {}
+        for name, tensor in self._backbone():  # each of them is gathered by all ranks, and kept by one
+            if self.rank == 0 and name not in tied:
+                tensors[name] = tensor.to("cpu", source[name].dtype if name in source else None)
         if self.rank == 0:
             tensors |= self.heads
             write_checkpoint(Path(source_dir), Path(dest_dir), tensors, provenance)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+PARENT_ENV = "BEBOP_SFT_PARENT"  # process id of the command that started the workers
+
 
 class SftError(RuntimeError):
     """The training failed. Its message is one line; the traceback is in the file that it names."""
@@ -42,6 +44,7 @@ def launch(job: Path, run_dir: Path, num_processes: int) -> None:
     try:
         for rank in range(num_processes):
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "BEBOP_RENDEZVOUS": rendezvous}
+            own[PARENT_ENV] = os.getpid()
             env = {"OMP_NUM_THREADS": str(threads), **os.environ, **{key: str(value) for key, value in own.items()}}
             if device_name() == "cpu":  # DeepSpeed's Muon would be compiled, for which a bare machine has no compiler
                 env["TORCH_COMPILE_DISABLE"] = "1"

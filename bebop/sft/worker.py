@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 from bebop.sft.job import Job
-from bebop.sft.launch import device_name, error_file
+from bebop.sft.launch import PARENT_ENV, device_name, error_file
 
 
 def main(path: str) -> int:
@@ -40,7 +40,7 @@ def _end_with_parent() -> None:
     parent_death_signal = 1  # PR_SET_PDEATHSIG
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
-        if os.getppid() == 1:
+        if os.getppid() != int(os.environ.get(PARENT_ENV, os.getppid())):
             sys.exit("sft worker: the command that started it has ended")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -151,6 +152,19 @@ def test_a_family_that_engines_take_no_updates_of_is_refused_before_ray_starts(p
     with pytest.raises(ConfigError, match=r"of family qwen3_.*MiMo layout alone") as caught:
         compose(grpo_config(), Policy.read(tmp_path), tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("dtype", "flash", "limit"), [("float32", False, 1e-2), ("bfloat16", True, 0.5)])
+def test_a_gpu_has_limits_and_an_attention_of_its_own(policy: Policy, tmp_path: Path, monkeypatch, dtype, flash, limit):
+    found = importlib.util.find_spec
+    there = importlib.util.find_spec("json")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there if name == "flash_attn" else found(name))
+    config = grpo_config(model={"dtype": dtype})
+    composed = compose(config, policy, tmp_path, num_gpus=1)
+    attention = composed.actor_rollout_ref.model.override_config.attn_implementation
+    assert attention == ("flash_attention_2" if flash else "sdpa")
+    assert composed.bebop.probs_diff_limit == limit
+    assert compose(config, policy, tmp_path).bebop.probs_diff_limit == {"float32": 1e-5, "bfloat16": 0.1}[dtype]
 
 
 def test_draft_deeper_than_the_head_names_both_numbers(policy: Policy, tmp_path: Path):

@@ -9,8 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from bebop.rl import checkpoints
-from bebop.rl.run import end_processes, processes_of
+from bebop.rl.environment import PARENT_ENV
+from bebop.rl.errors import RlError
+from bebop.rl.run import end_processes, only_run_of, processes_of
 from bebop.rl.sinks import forget_after
 
 
@@ -71,3 +75,19 @@ def test_processes_of_a_run_are_found_and_ended_and_no_others(tmp_path: Path):
     finally:
         other.kill()
         other.wait()
+
+
+def test_a_folder_in_which_another_run_is_alive_is_left_to_it(tmp_path: Path):
+    """A second start would take the first one's processes for leftovers and kill them."""
+    with only_run_of(tmp_path), pytest.raises(RlError, match="another process trains there"), only_run_of(tmp_path):
+        pass
+    with only_run_of(tmp_path):
+        pass
+
+
+def test_a_trainer_whose_parent_is_gone_ends_and_one_of_process_1_does_not():
+    code = "from bebop.rl.main import die_with_parent; die_with_parent(); print('alive')"
+    for parent, alive in ((str(os.getpid()), True), ("1", False)):
+        env = os.environ | {PARENT_ENV: parent}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+        assert ("alive" in done.stdout) is alive, done.stderr
