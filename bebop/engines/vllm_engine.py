@@ -76,7 +76,8 @@ class VllmEngine:
         # with a log level of the user's choice, the engine's output stays on the terminal
         log = {} if "VLLM_LOGGING_LEVEL" in os.environ else {LOG_ENV: str(self._log)}
         own = {PARENT_ENV: str(os.getpid()), **log}
-        wanted = GENERAL | {V2_RUNNER_ENV: "1" if self.rollout.rule == "block" else GENERAL[V2_RUNNER_ENV]}
+        # block verification is the V2 runner's alone, and a CPU has no V2 runner
+        wanted = GENERAL | ({V2_RUNNER_ENV: "1"} if self.rollout.rule == "block" and not on_cpu else {})
         with applied(own | missing(wanted | (cpu_environment() if on_cpu else {}))):
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
