@@ -6,6 +6,7 @@ in each pass, and a pass's steps are compared with that pass's plain steps: a ma
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import statistics
@@ -26,6 +27,7 @@ from bebop.sft.launch import device_name
 
 PASSES = 5
 PROBE_TOKENS = 20  # response tokens of a request in each probe
+TRIES = 4  # probes until all requests were there at once; on a busy machine they come in slowly
 EXPERT = re.compile(r"\bexperts\.")  # a tensor of routed experts, one by one or stacked; shared ones have other names
 EXPERTS = ("num_experts", "n_routed_experts")  # config keys of their number
 Prompts = list[list[int]]
@@ -56,12 +58,10 @@ def probe(plain: VllmEngine, drafting: VllmEngine, batches: Mapping[int, Prompts
             if k is not None:
                 drafting.set_draft_schedule({"1+": k})
             before = drafting.counts()
-            tokens = PROBE_TOKENS if number >= 0 else 4  # the first pass warms up
-            engine.take_steps()
-            engine.generate(batches[size], _of_length(sampling, tokens))
-            if number < 0:
+            if number < 0:  # warms up
+                engine.generate(batches[size], _of_length(sampling, 4))
                 continue
-            windows[size, k].append(full_steps(engine.take_steps(), size))
+            windows[size, k].append(_timed(engine, batches[size], sampling))
             if k:
                 counted[k] += difference(drafting.counts(), before)
     rates = acceptance({k: (counts.num_drafts, counts.accepted_per_depth[:k]) for k, counts in counted.items()})
@@ -74,6 +74,17 @@ def probe(plain: VllmEngine, drafting: VllmEngine, batches: Mapping[int, Prompts
         accepted=rates,
         drafts=sum(counts.num_drafts for counts in counted.values()),
     )
+
+
+def _timed(engine: VllmEngine, prompts: Prompts, sampling: Sampling) -> Window:
+    """The steps of all prompts together; longer responses where the first had ended before the last began."""
+    for longer in range(TRIES):
+        engine.take_steps()
+        engine.generate(prompts, _of_length(sampling, PROBE_TOKENS * (1 + longer)))
+        steps = engine.take_steps()
+        with contextlib.suppress(ValueError):
+            return full_steps(steps, len(prompts))
+    return full_steps(steps, len(prompts))
 
 
 def relative_steps(windows: Sequence[Window], plain: Sequence[Window]) -> float:

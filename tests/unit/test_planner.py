@@ -12,7 +12,7 @@ from bebop.bench import probe as probe_module
 from bebop.bench.planner import MARGIN, acceptance, acceptance_lengths, choose, floor_s, full_steps, schedule, verdict
 from bebop.bench.probe import difference, memory_bytes_per_s, weight_bytes
 from bebop.engines.base import Step
-from bebop.records import DraftCounts
+from bebop.records import DraftCounts, Sampling
 
 RATES = (0.6, 0.3, 0.1)
 
@@ -196,3 +196,26 @@ def test_a_pass_in_which_the_machine_was_slow_does_not_move_a_step_against_the_p
     drafting = [Window((0.15 * s,) * 4, 4) for s in speed]
     drafting[2] = Window((5.0,) * 4, 4)
     assert relative_steps(drafting, plain) == pytest.approx(1.5 * 0.11)
+
+
+class SlowlyFilled:
+    """An engine whose requests come in one by one on a busy machine: together only where responses are long."""
+
+    def __init__(self, enough):
+        self.enough, self.asked = enough, []
+
+    def take_steps(self):
+        if not self.asked or self.asked[-1] < self.enough:
+            return steps((0, 1, 9, 1), (1, 1, 9, 1))
+        return steps((0, 1, 9, 1), (1, 2, 9, 1), (3, 2, 0, 5))
+
+    def generate(self, prompts, sampling):
+        self.asked.append(sampling.max_tokens)
+
+
+def test_a_probe_whose_requests_did_not_meet_is_repeated_with_longer_responses():
+    engine = SlowlyFilled(enough=2 * probe_module.PROBE_TOKENS + 1)
+    window = probe_module._timed(engine, [[1], [2]], Sampling())
+    assert window.step_s == 2 and engine.asked == [20, 40, 60]
+    with pytest.raises(ValueError, match="no step decoded 2 requests together"):
+        probe_module._timed(SlowlyFilled(enough=10**6), [[1], [2]], Sampling())
