@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.e2e
 SCRIPT = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 import torch
 from bebop.sft.deepspeed_adapter import Trainer, deepspeed_config, init_process_group
@@ -44,11 +44,13 @@ moved = [(a - trainer.parameters()[n]).abs().max().item() for n, a in plain.stat
 print(json.dumps({"expected": expected, "norm": norm, "loss": loss.item(), "mean": mean.tolist(), "still": still,
                   "moved": moved, "patience": patience}))
 trainer.close()
+sys.stdout.flush()
+os._exit(0)  # a thread of gloo's that still runs may abort Python's teardown (torch 2.13)
 """
 
 
 MUON = """
-import copy, json, sys
+import copy, json, os, sys
 from pathlib import Path
 import torch
 from bebop.sft.deepspeed_adapter import Trainer, deepspeed_config, init_process_group
@@ -100,6 +102,8 @@ def distance(other):
 
 print(json.dumps({"clipped": distance(by_torch(CLIP)), "not": distance(by_torch(1e9))}))
 trainer.close()
+sys.stdout.flush()
+os._exit(0)  # a thread of gloo's that still runs may abort Python's teardown (torch 2.13)
 """
 
 

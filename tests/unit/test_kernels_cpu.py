@@ -255,6 +255,7 @@ def one_rank(rank: int, folder: str) -> None:
         flat.sum().backward()
         torch.save([*results, flat.detach(), logits.grad], f"{folder}/{len(edges) - 1}-{rank}.pt")
     dist.destroy_process_group()
+    os._exit(0)  # a thread of gloo's that still runs may abort Python's teardown (torch 2.13)
 
 
 def linear_inputs():

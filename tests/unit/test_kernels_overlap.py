@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -294,6 +295,7 @@ def one_rank(rank: int, folder: str) -> None:
     flat.sum().backward()
     torch.save((alpha.detach(), hidden.grad, flat.detach(), logits.grad), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+    os._exit(0)  # a thread of gloo's that still runs may abort Python's teardown (torch 2.13)
 
 
 def test_vocabulary_shards_of_two_ranks_give_the_whole_result(tmp_path):
