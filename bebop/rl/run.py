@@ -122,7 +122,7 @@ def _reason(run_dir: Path, code: int) -> str:
 
 def told(message: str) -> str:
     """An error's own line: its first, or the one that ends the traceback with which Ray brings a worker's error."""
-    lines = message.splitlines()
+    lines = message.splitlines() or ["an error without a message"]
     if "ray::" not in lines[0]:
         return lines[0]
     named = [line for line in lines[1:] if re.match(r"(\w+\.)*\w+: \S", line)]

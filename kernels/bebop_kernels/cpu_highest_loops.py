@@ -1,8 +1,8 @@
 """The loops of cpu_highest, compiled by numba at first use and cached: on integers alone, the bits of the floats.
 
 bits & magnitude, negated where the sign bit is set, has the order of the floats and one value for both zeros; a NaN's
-magnitude is above that of infinity. The inner loops have no branch on data: logits differ from call to call, and a
-mispredicted branch costs more than a dozen elements.
+magnitude is above that of infinity. But for one that is rarely taken, the inner loops have no branch on data: logits
+differ from call to call, and a mispredicted branch costs more than a dozen elements.
 """
 
 from __future__ import annotations

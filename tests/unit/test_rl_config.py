@@ -215,6 +215,7 @@ def test_the_line_of_a_workers_error_is_its_own_and_not_rays():
         "OSError: no file named model.safetensors found in directory here."
     )
     assert told(message) == "OSError: no file named model.safetensors found in directory here."
+    assert told("") == "an error without a message"
     assert told("3 group(s) of responses failed: ValueError: x\nTraceback ...") == (
         "3 group(s) of responses failed: ValueError: x"
     )
