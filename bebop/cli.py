@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bebop.config import COMMANDS, ConfigError, Run, check
-from bebop.overrides import CONFIGS, ROOT, Arguments, parse
+from bebop.config.overrides import CONFIGS, ROOT, Arguments, parse
 
 # command -> module with run(config, run_dir)
 STAGES = {

@@ -22,7 +22,7 @@ from bebop.monitor import JsonlSink, print_table, read_records, summarise, write
 def run(config: DemoConfig, run_dir: Path) -> int:
     """Run or resume the demo in `run_dir`; writes summary.json and report.html there. Returns the exit code 0."""
     from bebop import rl, sft
-    from bebop.backbone import prepare_policy
+    from bebop.policies import prepare_policy
 
     with _clock(run_dir, "policy"):
         prepare_policy(config.model, config.seed)

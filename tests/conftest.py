@@ -22,6 +22,6 @@ def repo() -> Path:
 @pytest.fixture(scope="session")
 def tiny_random(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint in the MiMo layout, MTP layer included, with the tiny policy's tokenizer."""
-    from bebop.backbone import random_checkpoint
+    from bebop.policies import random_checkpoint
 
     return random_checkpoint(tmp_path_factory.mktemp("policy") / "tiny-random")

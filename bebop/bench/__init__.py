@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from bebop.config import BenchConfig
 
 SUITES = {
-    "rollout": "bebop.bench.rollout",
+    "rollout": "bebop.bench.rollout.stage",
     "kernels": "bebop.bench.kernels",
-    "tree": "bebop.bench.tree",
+    "tree": "bebop.bench.tree.stage",
     "speculators": "bebop.bench.speculators",
 }
 

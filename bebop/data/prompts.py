@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import random
 from collections.abc import Sequence
 from typing import Any
 
-from bebop.config import Task
+from bebop.config import Data, Task
 from bebop.data.tasks import dataset, has_verifier, num_items, worked_solution
+from bebop.data.tokenizer import encode_prompt
 from bebop.records import Prompt
+
+log = logging.getLogger(__name__)
 
 # Sixteenths of all questions. pretrain: the tiny policy; train, heldout: the heads; rl: GRPO; eval: the eval command.
 SPLITS = {
@@ -81,3 +85,17 @@ class _Questions:
             solution=worked_solution(self.task.name, entry) if solutions else None,
             entry=entry,
         )
+
+
+def encode_prompts(prompts: Sequence[Prompt], data: Data, tokenizer: Any) -> list[tuple[Prompt, list[int]]]:
+    """Prompts with their token ids; those longer than data.max_prompt_tokens are left out. Raises where all are."""
+    encoded = [(prompt, encode_prompt(tokenizer, prompt)) for prompt in prompts]
+    short = [(prompt, ids) for prompt, ids in encoded if len(ids) <= data.max_prompt_tokens]
+    if len(short) < len(encoded):
+        log.info("text: %d prompts are longer than data.max_prompt_tokens and left out", len(encoded) - len(short))
+    if not short:
+        raise ValueError(
+            f"data.max_prompt_tokens={data.max_prompt_tokens}: all {len(encoded)} prompts are longer, the shortest has "
+            f"{min(len(ids) for _, ids in encoded)} tokens; raise it"
+        )
+    return short

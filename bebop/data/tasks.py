@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from bebop.data import open_prompts
-from bebop.data.worked import WRITERS, Hand
+from bebop.data.worked_solutions import WRITERS, Hand
 from bebop.records import Prompt
 
 ANSWER = "Answer:"
@@ -63,7 +63,7 @@ def has_verifier(name: str) -> bool:
 
 
 def worked_solution(task: str, entry: Mapping[str, Any], hand: Hand | None = None) -> str | None:
-    """Steps, then the answer line, as `hand` writes them (bebop.data.worked); None for a task without a writer."""
+    """Steps, then the answer line, as `hand` writes them (data.worked_solutions); None for a task without a writer."""
     writer = WRITERS.get(task)
     return writer(entry, hand or Hand()) if writer else None
 

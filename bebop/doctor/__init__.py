@@ -13,9 +13,9 @@ from pathlib import Path
 
 from bebop.config import DoctorConfig
 from bebop.doctor.checks import Row, check_engine, check_rule
-from bebop.doctor.installed import installed
-from bebop.engines.environment import applied
-from bebop.engines.vllm_patches import FIXES_ENV
+from bebop.engines.vllm_engine.environment import applied
+from bebop.engines.vllm_engine.fixes import FIXES_ENV
+from bebop.store.environment import installed
 
 
 def run(config: DoctorConfig, run_dir: Path) -> int:

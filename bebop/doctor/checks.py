@@ -74,7 +74,7 @@ def check_rule(seed: int) -> Iterator[Row]:
 
 def check_engine(config: DoctorConfig, work_dir: Path) -> Iterator[Row]:
     """Losslessness and weight sync of the installed engine. An engine that fails is a row, not an exception."""
-    from bebop.backbone import random_checkpoint
+    from bebop.policies import random_checkpoint
 
     first = random_checkpoint(work_dir / "first", vocab=VOCABULARY, seed=config.seed + 1)
     second = random_checkpoint(work_dir / "second", vocab=VOCABULARY, seed=config.seed + 2)

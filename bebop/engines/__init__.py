@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from bebop.config import RolloutSection, check_depth
-from bebop.engines.base import EngineDied, EngineError, EngineRefused, RolloutEngine
+from bebop.engines.protocol import EngineDied, EngineError, EngineRefused, RolloutEngine
 
 logger = logging.getLogger("bebop.engines")
 
@@ -21,10 +21,10 @@ def make_engine(rollout: RolloutSection, policy_dir: Path, *, seed: int = 0, dty
     """
     check_policy(rollout, Path(policy_dir))
     if rollout.engine == "torch":
-        from bebop.engines.torch_engine import TorchEngine
+        from bebop.engines.torch_engine.engine import TorchEngine
 
         return TorchEngine(rollout, Path(policy_dir), seed=seed, dtype=dtype)
-    from bebop.engines.vllm_engine import VllmEngine
+    from bebop.engines.vllm_engine.engine import VllmEngine
 
     return VllmEngine(rollout, Path(policy_dir), seed=seed, dtype=dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bebop.config import RolloutSection
-from bebop.draft_schedule import k_for, parse
+from bebop.config.draft_schedule import k_for, parse
 
 __all__ = ["k_for", "vllm_ranges"]
 

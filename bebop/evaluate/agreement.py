@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import norm, t
 
-from bebop.evaluate.anchors import Anchors
+from bebop.acceptance.per_document import Anchors
 from bebop.losses import accepted_given_text
 from bebop.records import DraftCounts
 

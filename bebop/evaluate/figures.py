@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from bebop.evaluate.anchors import Anchors
+from bebop.acceptance.per_document import Anchors
 from bebop.evaluate.slopes import EntropySlope
-from bebop.monitor.plots import BLUE, GREEN, GREY, INK, RED, figure_of, legend_below, save, styled
+from bebop.monitor.report.plots import BLUE, GREEN, GREY, INK, RED, figure_of, legend_below, save, styled
 
 RULES = {"rejection": RED, "block": BLUE, "target_only": GREEN}
 LENGTH = "expected acceptance length\n[tokens per target forward]"

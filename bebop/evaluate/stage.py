@@ -10,24 +10,25 @@ from typing import Any
 
 import torch
 
-from bebop.backbone import Backbone, load_backbone, prepare_policy
+from bebop.acceptance.per_document import Anchors, score_text
+from bebop.acceptance.scores import acceptance_of
+from bebop.backbone import Backbone, load_backbone
 from bebop.config import ConfigError, EvalConfig
 from bebop.data import load_tokenizer, make_prompts, score
-from bebop.data.distill import TextRow, sample_all
-from bebop.data.given import load_parquet
+from bebop.data.prompts import encode_prompts
+from bebop.data.provided import load_parquet
+from bebop.data.self_distill import TextRow, rollout_sampling, sample_all
 from bebop.engines import make_engine
 from bebop.evaluate import samples, slopes
 from bebop.evaluate.agreement import Agreement, compare
-from bebop.evaluate.anchors import Anchors, score_text
 from bebop.evaluate.figures import write_figures
 from bebop.evaluate.table import Row, render, rows_of, write_csv
 from bebop.monitor import check_wandb, write_summary
 from bebop.mtp import checkpoint_checksums, load_heads
+from bebop.policies import prepare_policy
 from bebop.records import DraftCounts, Prompt, Rollout
-from bebop.sft.launch import device_name
-from bebop.sft.scoring import acceptance_of
-from bebop.sft.sinks import Sinks
-from bebop.sft.text import encode_prompts, rollout_sampling
+from bebop.store.environment import device_name
+from bebop.store.sinks import Sinks
 
 log = logging.getLogger(__name__)
 ALL = "all"

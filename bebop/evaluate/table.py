@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from bebop.acceptance.scores import Acceptance
 from bebop.evaluate.agreement import Agreement
 from bebop.records import DraftCounts
-from bebop.sft.scoring import Acceptance
 
 
 @dataclass(frozen=True)

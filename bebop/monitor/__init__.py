@@ -11,7 +11,8 @@ from bebop.monitor.decomposition import (
 )
 from bebop.monitor.report import write_report
 from bebop.monitor.slope import Slope, fit_slope
-from bebop.monitor.store import (
+from bebop.monitor.summary import state_of, summarise
+from bebop.store.run_folder import (
     JsonlSink,
     read_records,
     read_steps,
@@ -20,9 +21,8 @@ from bebop.monitor.store import (
     write_run_json,
     write_summary,
 )
-from bebop.monitor.summary import state_of, summarise
-from bebop.monitor.table import format_table, print_table
-from bebop.monitor.wandb_adapter import LoggerError, WandbSink, check_wandb
+from bebop.store.tables import format_table, print_table
+from bebop.store.wandb import LoggerError, WandbSink, check_wandb
 
 __all__ = [
     "Decision",

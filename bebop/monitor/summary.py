@@ -11,8 +11,8 @@ from bebop.monitor.alarms import alarms, checksums_equal, largest_probs_diff
 from bebop.monitor.decision import Decision, MonitorState, decide
 from bebop.monitor.decomposition import current, slope_of
 from bebop.monitor.slope import Slope, fit_slope
-from bebop.monitor.store import read_json, read_records, read_steps
 from bebop.records import DraftCounts, StepRecord
+from bebop.store.run_folder import read_json, read_records, read_steps
 
 WINDOW = 5  # steps that "first" and "last" average
 

@@ -2,10 +2,10 @@
 
 from bebop.mtp.checkpoint import checkpoint_checksums, checksum, trained_depth, write_checkpoint
 from bebop.mtp.families import FAMILIES, claimed_layers, family_of, is_head_name, known_family
-from bebop.mtp.head import HEAD_PREFIX, Head, MtpHead, draft_hidden, head_state
+from bebop.mtp.heads.decoder_layer import ReusedHead
+from bebop.mtp.heads.mimo import HEAD_PREFIX, Head, MtpHead, draft_hidden, head_state
 from bebop.mtp.initialise import head_tensors, init_heads, load_heads
-from bebop.mtp.published import MiMoForCausalLM
-from bebop.mtp.reused import ReusedHead
+from bebop.mtp.mimo import MiMoForCausalLM
 
 __all__ = [
     "FAMILIES",

@@ -13,9 +13,9 @@ the embedding. Embeddings and lm_head are the policy's own in every family: vLLM
 checkpoint carries copies (`shared_head.head`, `embed_tokens`), and serves layer 0 alone, applied K times. So those
 copies and further layers are kept as they are, and never trained.
 
-MiMo's model_type is `mimo` as published, `qwen2` in bebop's own layout (bebop.backbone.layout): one decoder, Qwen2's.
+MiMo's model_type is `mimo` as published, `qwen2` in bebop's own layout (bebop.policies.layout): one decoder, Qwen2's.
 
-A new family is a row of `FAMILIES`; what a row cannot say (MiMo: bebop.mtp.head) needs a module of its own.
+A new family is a row of `FAMILIES`; what a row cannot say (MiMo: bebop.mtp.heads.mimo) needs a module of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config keys that claim MTP layers
-READ_AS = {"mimo": "qwen2"}  # model types without a decoder of their own in transformers (bebop.mtp.published)
+READ_AS = {"mimo": "qwen2"}  # model types without a decoder of their own in transformers (bebop.mtp.mimo)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from transformers import AutoConfig
 
 from bebop.mtp.checkpoint import Tensors, read_config
 from bebop.mtp.families import MIMO, Family, claimed_layers, decoder_config, family_of
-from bebop.mtp.head import Head, MtpHead, head_state
+from bebop.mtp.heads.decoder_layer import ReusedHead
+from bebop.mtp.heads.mimo import Head, MtpHead, head_state
 from bebop.mtp.names import FLOAT32, cast, from_checkpoint, stacks_experts, to_checkpoint
-from bebop.mtp.reused import ReusedHead
 
 
 def load_heads(path: Path) -> Head | None:

@@ -1,5 +1,5 @@
 """GRPO on verl, with MTP speculation in the rollouts: the only place of bebop that imports verl and Ray."""
 
-from bebop.rl.run import RlError, run
+from bebop.rl.stage import RlError, run
 
 __all__ = ["RlError", "run"]

@@ -1,7 +1,7 @@
 """Environment of a GRPO run's processes, set here and nowhere else.
 
-Ray's workers and vLLM's engine inherit it from the trainer's process, which `bebop.rl.run` starts with it. What a user
-has set already is left alone, apart from the keys that make the run bebop's.
+Ray's workers and vLLM's engine inherit it from the trainer's process, which `bebop.rl.stage` starts with it. What a
+user has set already is left alone, apart from the keys that make the run bebop's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from bebop.engines.environment import GENERAL, LOG_ENV, cpu_environment
+from bebop.engines.vllm_engine.environment import GENERAL, LOG_ENV, cpu_environment
 
 PARENT_ENV = "BEBOP_RUN_PARENT"  # process id of the command that started the trainer
 RUN_ENV = "BEBOP_RUN"  # the run folder; every process of a run carries it, so that all of them can be found and ended
@@ -41,7 +41,7 @@ def run_environment(run_dir: Path, *, on_cpu: bool, base: Mapping[str, str] | No
     if on_cpu:
         wanted |= cpu_environment() | {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "TORCHDYNAMO_DISABLE": "1"}
     env |= {name: value for name, value in wanted.items() if name not in env}
-    env |= {"BEBOP_RL": "1", RUN_ENV: str(run_dir), "VERL_USE_EXTERNAL_MODULES": "bebop.rl.plugin"}
+    env |= {"BEBOP_RL": "1", RUN_ENV: str(run_dir), "VERL_USE_EXTERNAL_MODULES": "bebop.rl.verl.plugin"}
     if on_cpu:
         # FSDP, verl's engine of the trainer, is registered under accelerators' names
         env |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bebop.monitor.store import read_json
+from bebop.store.run_folder import read_json
 
 TABLE = "comparison.csv"
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from bebop.acceptance.scores import sequence_entropies
 from bebop.backbone import Backbone
-from bebop.data.distill import read_rows
-from bebop.sft.batches import IndexedBatch, TrainBatch, pack_rows, trainable
-from bebop.sft.hidden import HiddenStates
-from bebop.sft.schedule import BatchStream
-from bebop.sft.scoring import sequence_entropies
+from bebop.backbone.hidden_states import HiddenStates
+from bebop.data.batches import IndexedBatch, TrainBatch, pack_rows, trainable
+from bebop.data.self_distill import read_rows
+from bebop.sft.lr import BatchStream
 
 ENTROPY_SEQUENCES = 512  # training sequences that the recorded range of entropies takes in, beside all held-out ones
 

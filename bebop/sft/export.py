@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bebop.data.distill import META
-from bebop.monitor.store import package_versions, read_json
+from bebop.acceptance.scores import Acceptance
+from bebop.data.self_distill import META
 from bebop.mtp import checkpoint_checksums, head_tensors, write_checkpoint
-from bebop.sft.card import write_card
-from bebop.sft.deepspeed_adapter import write_json
+from bebop.sft.deepspeed import write_json
 from bebop.sft.job import Job
-from bebop.sft.scoring import Acceptance
+from bebop.sft.model_card import write_card
 from bebop.sft.stage import CHECKPOINT, RESULT
+from bebop.store.run_folder import package_versions, read_json
 
 
 def export(job: Job, tensors: Mapping[str, Tensor], scored: Acceptance, facts: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ class Job(Section):
     config: SftConfig
     # policy whose heads are trained
     policy_dir: FilePath
-    # text set, see bebop.data.distill
+    # text set, see bebop.data.self_distill
     text_dir: FilePath
     # folder of the run
     run_dir: FilePath

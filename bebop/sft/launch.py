@@ -13,18 +13,13 @@ import time
 import uuid
 from pathlib import Path
 
-import torch
+from bebop.store.environment import device_name
 
 PARENT_ENV = "BEBOP_SFT_PARENT"  # process id of the command that started the workers
 
 
 class SftError(RuntimeError):
     """The training failed. Its message is one line; the traceback is in the file that it names."""
-
-
-def device_name() -> str:
-    """ "cuda" where there is a GPU and BEBOP_ACCELERATOR does not say cpu, else "cpu"."""
-    return "cuda" if os.environ.get("BEBOP_ACCELERATOR") != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def error_file(run_dir: Path, rank: int) -> Path:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bebop.backbone import prepare_policy
-from bebop.backbone.cache import cache_home
 from bebop.config import ConfigError, SftConfig
 from bebop.monitor import check_wandb, write_summary
-from bebop.monitor.store import read_json
+from bebop.policies import prepare_policy
 from bebop.sft.job import Job
 from bebop.sft.launch import launch
-from bebop.sft.text import prepare_text
+from bebop.sft.training_sequences import prepare_text
+from bebop.store.files import cache_home
+from bebop.store.run_folder import read_json
 
 log = logging.getLogger(__name__)
 JOB, RESULT, CHECKPOINT = "sft_job.json", "sft_result.json", "checkpoint"

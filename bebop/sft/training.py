@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from bebop.acceptance.scores import Acceptance, acceptance_of, join, statistics
 from bebop.backbone import load_backbone
 from bebop.config import Loss, Sft
-from bebop.data.distill import fingerprint
+from bebop.data.batches import TrainBatch
+from bebop.data.self_distill import fingerprint
+from bebop.head_training.objective import REGRESSION, HeadObjective
 from bebop.mtp import checkpoint_checksums, init_heads, load_heads, trained_depth
-from bebop.sft.batches import TrainBatch
 from bebop.sft.dataset import TextData
-from bebop.sft.deepspeed_adapter import Trainer, deepspeed_config
+from bebop.sft.deepspeed import Trainer, deepspeed_config
 from bebop.sft.export import export
 from bebop.sft.job import Job
-from bebop.sft.objective import REGRESSION, HeadObjective
-from bebop.sft.schedule import loss_at, lr_at, mine, regression_at, resolve_warmup
-from bebop.sft.scoring import Acceptance, acceptance_of, join, statistics
-from bebop.sft.sinks import Sinks
+from bebop.sft.lr import loss_at, lr_at, mine, regression_at, resolve_warmup
+from bebop.store.sinks import Sinks
 
 log = logging.getLogger(__name__)
 STATE = "sft_state"

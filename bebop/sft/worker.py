@@ -11,7 +11,8 @@ import traceback
 from pathlib import Path
 
 from bebop.sft.job import Job
-from bebop.sft.launch import PARENT_ENV, device_name, error_file
+from bebop.sft.launch import PARENT_ENV, error_file
+from bebop.store.environment import device_name
 
 
 def main(path: str) -> int:
@@ -21,7 +22,7 @@ def main(path: str) -> int:
     job = Job.model_validate_json(Path(path).read_text())
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s", force=True)
     try:
-        from bebop.sft.deepspeed_adapter import init_process_group
+        from bebop.sft.deepspeed import init_process_group
         from bebop.sft.training import Training
 
         device = device_name()

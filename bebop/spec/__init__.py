@@ -7,13 +7,13 @@ numbers and draws, emit.py what a request keeps.
 from bebop.spec.chain import ChainResult, Rule, verify_chain
 from bebop.spec.draws import Sampler, gumbel_max, invert, sample
 from bebop.spec.emit import keep_until_stop
+from bebop.spec.random import Purpose, Streams, Uniforms
 from bebop.spec.rules import acceptance_ratio, overlap, residual, residual_without
-from bebop.spec.streams import Purpose, Streams, Uniforms
-from bebop.spec.tree import DraftTree, TreeBatch, TreeResult, TreeSpec
-from bebop.spec.tree_expect import expected_accepted
-from bebop.spec.tree_grow import Frontier, TreeGrower, grow_tree
-from bebop.spec.tree_verify import TreesResult, verify_tree, verify_trees
-from bebop.spec.warp import token_logprobs, warp
+from bebop.spec.sampling import token_logprobs, warp
+from bebop.spec.tree.expect import expected_accepted
+from bebop.spec.tree.grow import Frontier, TreeGrower, grow_tree
+from bebop.spec.tree.spec import DraftTree, TreeBatch, TreeResult, TreeSpec
+from bebop.spec.tree.verify import TreesResult, verify_tree, verify_trees
 
 __all__ = [
     "ChainResult",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bebop.spec import rules
 from bebop.spec.draws import Sampler, sample
-from bebop.spec.streams import Purpose, Streams, Uniforms
+from bebop.spec.random import Purpose, Streams, Uniforms
 
 Rule = Literal["rejection", "target_only", "block"]
 NO_TOKEN = -1

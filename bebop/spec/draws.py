@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from bebop.spec.streams import Purpose, Uniforms
+from bebop.spec.random import Purpose, Uniforms
 
 Sampler = Literal["inversion", "gumbel"]
 

@@ -10,8 +10,8 @@ import torch
 
 from bebop.cli import compose, main, said_by_bebop
 from bebop.config import COMMANDS, ConfigError, check, check_depth
-from bebop.overrides import Arguments, parse
-from bebop.spec.warp import warp
+from bebop.config.overrides import Arguments, parse
+from bebop.spec.sampling import warp
 
 
 def composed(command: str, *words: str) -> dict:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bebop.engines.vllm_worker import WorkerExtension
+from bebop.engines.vllm_engine.worker import WorkerExtension
 
 
 class Observer(WorkerExtension):

@@ -7,7 +7,7 @@ import pytest
 
 from bebop import bench
 from bebop.config import Bench, BenchConfig, Data, Model, RolloutSection, Task
-from bebop.draft_schedule import k_for
+from bebop.config.draft_schedule import k_for
 
 pytestmark = pytest.mark.e2e
 

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from bebop.bench import tree
+from bebop.bench.tree import stage as tree
 from bebop.config import Bench, BenchConfig, Data, Model, RolloutSection, Task, TreeBench
 
 pytestmark = pytest.mark.e2e

@@ -12,7 +12,7 @@ SCRIPT = """
 import json, os, sys
 from pathlib import Path
 import torch
-from bebop.sft.deepspeed_adapter import Trainer, deepspeed_config, init_process_group
+from bebop.sft.deepspeed import Trainer, deepspeed_config, init_process_group
 
 class Toy(torch.nn.Module):
     def __init__(self):
@@ -53,7 +53,7 @@ MUON = """
 import copy, json, os, sys
 from pathlib import Path
 import torch
-from bebop.sft.deepspeed_adapter import Trainer, deepspeed_config, init_process_group
+from bebop.sft.deepspeed import Trainer, deepspeed_config, init_process_group
 
 class Toy(torch.nn.Module):
     def __init__(self):

@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from bebop.backbone import load_backbone, random_checkpoint
+from bebop.backbone import load_backbone
 from bebop.config import Data, Loss, Model, RolloutSection, Sft, SftConfig, Task
 from bebop.data import pack
-from bebop.data.distill import read_rows
+from bebop.data.self_distill import read_rows
 from bebop.engines import make_engine
 from bebop.mtp import draft_hidden, load_heads
 from bebop.mtp.checkpoint import Tensors
+from bebop.policies import random_checkpoint
 from bebop.records import Sampling
 from bebop.sft import run
 

@@ -7,11 +7,11 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
-from bebop.backbone import random_checkpoint
 from bebop.config import Data, Loss, Model, RolloutSection, Sft, SftConfig, Task
 from bebop.monitor import read_records
 from bebop.mtp import is_head_name
 from bebop.mtp.checkpoint import Tensors, read_config
+from bebop.policies import random_checkpoint
 from bebop.sft import run
 
 pytestmark = pytest.mark.e2e

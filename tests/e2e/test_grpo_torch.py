@@ -14,7 +14,7 @@ import pytest
 
 from bebop.monitor import read_steps
 from bebop.rl import checkpoints
-from bebop.rl.run import processes_of
+from bebop.rl.stage import processes_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -6,7 +6,7 @@ import pytest
 
 from bebop import evaluate
 from bebop.config import Data, EvalConfig, Loss, Model, RolloutSection, Sft, SftConfig, Task
-from bebop.data.distill import read_rows
+from bebop.data.self_distill import read_rows
 from bebop.monitor import read_records
 from bebop.sft import run
 

@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 
-from bebop.backbone import load_backbone, prepare_policy
-from bebop.backbone.mapped import _smollm2_file, load_smollm2
+from bebop.backbone import load_backbone
 from bebop.config import Model
 from bebop.data.tokenizer import encode_prompt, load_tokenizer
+from bebop.policies import prepare_policy
+from bebop.policies.mapped import _smollm2_file, load_smollm2
 from bebop.records import Prompt
 
 TEXTS = (

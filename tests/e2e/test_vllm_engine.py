@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bebop.backbone import random_checkpoint
 from bebop.config import RolloutSection
 from bebop.doctor import exact
 from bebop.engines import EngineDied, EngineError, EngineRefused, make_engine
 from bebop.mtp import checkpoint_checksums, checksum
+from bebop.policies import random_checkpoint
 from bebop.records import DraftCounts, Sampling
 
 pytestmark = pytest.mark.e2e

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bebop.backbone import random_checkpoint
 from bebop.config import RolloutSection
 from bebop.doctor import exact
-from bebop.engines import make_engine, vllm_engine
+from bebop.engines import make_engine
+from bebop.engines.vllm_engine import engine as vllm_engine
+from bebop.policies import random_checkpoint
 from bebop.records import Sampling
 
 pytestmark = pytest.mark.e2e

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bebop.backbone import random_checkpoint
 from bebop.config import RolloutSection
 from bebop.doctor import exact
 from bebop.engines import EngineRefused, make_engine
+from bebop.policies import random_checkpoint
 from bebop.records import Sampling
 
 pytestmark = pytest.mark.e2e

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from bebop.spec import TreeBatch, TreeGrower, TreeSpec, verify_trees
-from bebop.spec.streams import Purpose
-from bebop.spec.tree_verify import child_with_token, node_law
+from bebop.spec.random import Purpose
+from bebop.spec.tree.verify import child_with_token, node_law
 
 
 @dataclass(frozen=True)

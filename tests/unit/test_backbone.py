@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bebop.backbone import load_backbone, prepare_policy, random_checkpoint
-from bebop.backbone.cache import cached
+from bebop.backbone import load_backbone
 from bebop.config import Model, TinyModel
 from bebop.data.tokenizer import load_tokenizer
 from bebop.mtp import init_heads, load_heads
+from bebop.policies import prepare_policy, random_checkpoint
+from bebop.store.files import cached
 
 FAST = TinyModel(hidden_size=32, num_layers=1, num_heads=2, intermediate_size=32, pretrain_steps=2)
 

@@ -8,17 +8,17 @@ import math
 import pytest
 import torch
 
+from bebop.acceptance.scores import acceptance_of, statistics
 from bebop.backbone import load_backbone
-from bebop.backbone.random_family import family_config, write_random_family
+from bebop.backbone.hidden_states import HiddenStates
 from bebop.bench.speculators import rival
 from bebop.bench.speculators.policy import shared_policy
 from bebop.bench.speculators.scored import Pooled, score_documents
 from bebop.config import ConfigError, Model
-from bebop.data.distill import TextRow
+from bebop.data.batches import pack_rows
+from bebop.data.self_distill import TextRow
 from bebop.mtp import draft_hidden, load_heads
-from bebop.sft.batches import pack_rows
-from bebop.sft.hidden import HiddenStates
-from bebop.sft.scoring import acceptance_of, statistics
+from bebop.policies.random_family import family_config, write_random_family
 
 DEPTH, VOCAB = 3, 61
 INSTALLED = importlib.util.find_spec(rival.PACKAGE) is not None

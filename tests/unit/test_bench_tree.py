@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bebop.bench import tree
+from bebop.bench.tree import stage as tree
 from bebop.config import BenchConfig, ConfigError, check
 
 
@@ -79,7 +79,7 @@ def test_seeds_of_prompts_and_repeats_differ():
 
 
 def test_plots_show_every_variant_with_its_error(tmp_path):
-    from bebop.bench import tree_plots
+    from bebop.bench.tree import plots as tree_plots
 
     rows = []
     for temperature in (0.0, 1.0):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bebop.bench.tree_score import TreeScorer
+from bebop.bench.tree.score import TreeScorer
 from bebop.mtp import draft_hidden
 from bebop.spec import Streams, TreeGrower, TreeSpec, expected_accepted
 

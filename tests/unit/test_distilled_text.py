@@ -10,12 +10,12 @@ import pytest
 
 from bebop.config import Data, Loss, Model, RolloutSection, Sft, SftConfig, Task
 from bebop.data import load_tokenizer
-from bebop.data.distill import TextRow, read_rows, text_set
-from bebop.data.given import chat_of, load_parquet, require_supervision
+from bebop.data.batches import trainable
 from bebop.data.packing import pack
+from bebop.data.provided import chat_of, load_parquet, require_supervision
+from bebop.data.self_distill import TextRow, read_rows, text_set
 from bebop.records import Prompt
-from bebop.sft.batches import trainable
-from bebop.sft.text import prepare_text
+from bebop.sft.training_sequences import prepare_text
 
 CHAT = [
     {"role": "user", "content": "Calculate 1 + 2"},
@@ -228,7 +228,9 @@ def test_text_that_the_policy_samples_keeps_its_name_whatever_the_limit(tmp_path
     file = _file(tmp_path, [{"prompt": "Calculate 1 + 2"}] * 2)
     os.utime(file, (1, 1))
     asked = []
-    monkeypatch.setattr("bebop.sft.text.text_set", lambda root, parts, make: asked.append(parts) or (root, {}))
+    monkeypatch.setattr(
+        "bebop.sft.training_sequences.text_set", lambda root, parts, make: asked.append(parts) or (root, {})
+    )
     for path in (file, None):
         for limit in (64, 512):
             prepare_text(_config(path, tiny_random, max_model_len=limit), tiny_random, tmp_path)

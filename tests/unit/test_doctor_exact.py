@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from bebop.backbone import random_checkpoint
 from bebop.doctor import exact
 from bebop.doctor.checks import check_rule
+from bebop.policies import random_checkpoint
 
 
 def draws(probs, num, seed=0):

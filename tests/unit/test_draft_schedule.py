@@ -5,9 +5,9 @@ import json
 import pytest
 
 from bebop.config import ConfigError, RolloutSection, check
-from bebop.draft_schedule import from_sizes, k_for, parse
+from bebop.config.draft_schedule import from_sizes, k_for, parse
 from bebop.engines.schedule import vllm_ranges
-from bebop.engines.vllm_arguments import engine_arguments
+from bebop.engines.vllm_engine.arguments import engine_arguments
 
 SCHEDULE = {"1-16": 3, "64-128": 2, "256+": 0}
 
@@ -67,7 +67,7 @@ def test_a_file_stands_for_the_schedule_in_it(tmp_path):
 
 def test_the_engine_is_told_the_schedule_and_eval_refuses_it(tmp_path):
     from bebop.cli import compose
-    from bebop.overrides import parse as words
+    from bebop.config.overrides import parse as words
 
     rollout = RolloutSection(draft_schedule={"1-4": 2, "5+": 0}, max_num_seqs=8)
     (tmp_path / "config.json").write_text("{}")

@@ -9,16 +9,16 @@ from torch import nn
 
 from bebop.config import ConfigError, RolloutSection
 from bebop.engines import EngineRefused, check_policy
-from bebop.engines.environment import GENERAL, applied, cpu_environment, last_error, missing
-from bebop.engines.replace import replace_tensors
-from bebop.engines.vllm_arguments import (
+from bebop.engines.vllm_engine.arguments import (
     NOT_WITH_SPECULATION,
     engine_arguments,
     refuse_block,
     sampling_values,
     stamp,
 )
-from bebop.engines.vllm_worker import named_views
+from bebop.engines.vllm_engine.environment import GENERAL, applied, cpu_environment, last_error, missing
+from bebop.engines.vllm_engine.worker import named_views
+from bebop.engines.weights import replace_tensors
 from bebop.records import Sampling
 
 
@@ -45,7 +45,7 @@ def test_draft_longer_than_the_head_was_trained_names_both_numbers_and_keys(tmp_
     ],
 )
 def test_delta_nets_on_a_cpu_are_served_in_bfloat16_alone(tmp_path, monkeypatch, config, mixed):
-    monkeypatch.setattr("bebop.engines.vllm_patches.on_cpu", lambda: True)
+    monkeypatch.setattr("bebop.engines.vllm_engine.fixes.on_cpu", lambda: True)
     (tmp_path / "config.json").write_text(json.dumps(config))
     told = engine_arguments(RolloutSection(), tmp_path, seed=0, dtype="bfloat16")
     assert ("enable_prefix_caching" in told) == mixed

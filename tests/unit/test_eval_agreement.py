@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from bebop.acceptance.per_document import Anchors
 from bebop.evaluate import stage
 from bebop.evaluate.agreement import MIN_RESPONSES, _along, _judge, _luck, compare
-from bebop.evaluate.anchors import Anchors
 from bebop.evaluate.table import Row, render
 from bebop.records import DraftCounts
 

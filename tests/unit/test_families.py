@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bebop.backbone import load_backbone, random_checkpoint
+from bebop.backbone import load_backbone
 from bebop.data import anchor_labels, anchors, pack, target_index
 from bebop.losses import head_loss
 from bebop.mtp import (
@@ -27,6 +27,7 @@ from bebop.mtp import (
     write_checkpoint,
 )
 from bebop.mtp.checkpoint import HEADS_SHARD, INDEX, Tensors, num_mtp_layers
+from bebop.policies import random_checkpoint
 
 REUSED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe")
 NATIVE = ("mimo", *REUSED)

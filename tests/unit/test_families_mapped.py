@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from bebop.backbone import load_backbone, prepare_policy, random_checkpoint
+from bebop.backbone import load_backbone
 from bebop.config import Model
 from bebop.data.tokenizer import load_tokenizer
-from bebop.engines.torch_model import Policy
+from bebop.engines.torch_engine.model import Policy
 from bebop.mtp import init_heads, load_heads
 from bebop.mtp.checkpoint import INDEX, Tensors
+from bebop.policies import prepare_policy, random_checkpoint
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 

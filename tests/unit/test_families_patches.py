@@ -8,14 +8,14 @@ import sys
 import pytest
 import torch
 
-from bebop.engines import vllm_patches
+from bebop.engines.vllm_engine import fixes
 
 
-@pytest.mark.skipif(not vllm_patches.on_cpu(), reason="the operator at fault is the CPU's")
+@pytest.mark.skipif(not fixes.on_cpu(), reason="the operator at fault is the CPU's")
 @pytest.mark.parametrize("shape", [(5, 4), (1, 4), (5, 1)], ids=["heads", "one token", "one head"])
 def test_queries_with_a_head_dimension_turn_like_flat_ones(shape):
     """DeepSeek's: a part of each head's columns, pairs side by side."""
-    status = vllm_patches.apply_all()
+    status = fixes.apply_all()
     assert status["head_rotary"] == "applied"
     ops = importlib.import_module("vllm._custom_ops")
     positions, width = torch.arange(shape[0]) + 3, 16
@@ -35,6 +35,6 @@ def test_queries_with_a_head_dimension_turn_like_flat_ones(shape):
 
 def test_qwen3_5_is_imported_without_torchvision():
     if importlib.util.find_spec("torchvision") is None:
-        assert vllm_patches.apply_all()["text_only"] == "applied"
+        assert fixes.apply_all()["text_only"] == "applied"
     module = importlib.import_module("vllm.model_executor.models.qwen3_5_mtp")
     assert module.Qwen3_5MTP is not None and "torchvision" not in sys.modules

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from bebop.monitor import LoggerError, WandbSink, check_wandb
-from bebop.monitor.definitions import definitions_table, flatten
 from bebop.records import DraftCounts, StepRecord
+from bebop.store.definitions import definitions_table, flatten
 
 PROGRAM = """
 import sys

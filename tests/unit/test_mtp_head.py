@@ -11,8 +11,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Rot
 
 from bebop.data import anchor_labels, anchors, pack, target_index
 from bebop.losses import head_loss
-from bebop.mtp import MtpHead, attention, checksum, draft_hidden, head_state
-from bebop.mtp.attention import (
+from bebop.mtp import MtpHead, checksum, draft_hidden, head_state
+from bebop.mtp import chain_attention as attention
+from bebop.mtp.chain_attention import (
     Documents,
     chain_attention,
     dense_causal,

@@ -6,12 +6,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bebop.backbone import random_checkpoint
-from bebop.bench import plan_plot
-from bebop.bench import probe as probe_module
-from bebop.bench.planner import MARGIN, acceptance, acceptance_lengths, choose, floor_s, full_steps, schedule, verdict
-from bebop.bench.probe import difference, memory_bytes_per_s, weight_bytes
-from bebop.engines.base import Step
+from bebop.bench.rollout import plot as plan_plot
+from bebop.bench.rollout import probe as probe_module
+from bebop.bench.rollout.planner import (
+    MARGIN,
+    acceptance,
+    acceptance_lengths,
+    choose,
+    floor_s,
+    full_steps,
+    schedule,
+    verdict,
+)
+from bebop.bench.rollout.probe import difference, memory_bytes_per_s, weight_bytes
+from bebop.engines.protocol import Step
+from bebop.policies import random_checkpoint
 from bebop.records import DraftCounts, Sampling
 
 RATES = (0.6, 0.3, 0.1)
@@ -188,8 +197,8 @@ def test_the_plot_marks_what_was_chosen(tmp_path):
 
 
 def test_a_pass_in_which_the_machine_was_slow_does_not_move_a_step_against_the_plain_one():
-    from bebop.bench.planner import Window
-    from bebop.bench.probe import relative_steps
+    from bebop.bench.rollout.planner import Window
+    from bebop.bench.rollout.probe import relative_steps
 
     speed = (1.0, 3.0, 1.1, 1.0, 2.0)  # of the machine, by pass
     plain = [Window((0.1 * s, 0.1 * s, 0.4 * s), 3) for s in speed]

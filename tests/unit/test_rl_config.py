@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bebop.config import ConfigError, GrpoConfig, check
-from bebop.rl.run import told
-from bebop.rl.verl_config import Policy, compose, literal, micro_batch, save
+from bebop.rl.stage import told
+from bebop.rl.verl.config import Policy, compose, literal, micro_batch, save
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_probability_limit_follows_the_type_of_the_policy(policy: Policy, tmp_pa
 
 def test_checking_a_config_imports_neither_verl_nor_vllm():
     code = (
-        "import sys, bebop.rl, bebop.rl.verl_config\n"
+        "import sys, bebop.rl, bebop.rl.verl.config\n"
         "heavy = {'verl', 'vllm', 'ray', 'wandb', 'deepspeed', 'triton'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

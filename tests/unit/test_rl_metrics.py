@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bebop.records import DraftCounts
-from bebop.rl.metrics import (
+from bebop.rl.trainer.step_metrics import (
     counts_of,
     largest_probability_gap,
     masked_mean,

@@ -14,8 +14,8 @@ import pytest
 from bebop.rl import checkpoints
 from bebop.rl.environment import PARENT_ENV
 from bebop.rl.errors import RlError
-from bebop.rl.run import end_processes, only_run_of, processes_of
-from bebop.rl.sinks import forget_after
+from bebop.rl.stage import end_processes, only_run_of, processes_of
+from bebop.rl.trainer.sinks import forget_after
 
 
 def checkpoint(run_dir: Path, step: int, *, complete: bool = True) -> None:
@@ -86,7 +86,7 @@ def test_a_folder_in_which_another_run_is_alive_is_left_to_it(tmp_path: Path):
 
 
 def test_a_trainer_whose_parent_is_gone_ends_and_one_of_process_1_does_not():
-    code = "from bebop.rl.main import die_with_parent; die_with_parent(); print('alive')"
+    code = "from bebop.rl.trainer.process import die_with_parent; die_with_parent(); print('alive')"
     for parent, alive in ((str(os.getpid()), True), ("1", False)):
         env = os.environ | {PARENT_ENV: parent}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)

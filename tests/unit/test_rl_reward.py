@@ -10,8 +10,8 @@ import pytest
 from bebop.config import Task
 from bebop.data.prompts import make_prompts
 from bebop.data.tasks import score
-from bebop.rl import reward
 from bebop.rl.prompts import pack, rows, unpack, write_parquet
+from bebop.rl.rollout import reward
 
 
 def compute_score(*args) -> float:

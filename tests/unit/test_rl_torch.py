@@ -14,7 +14,7 @@ import torch
 from bebop.config import ConfigError, GrpoConfig, RolloutSection, check
 from bebop.records import DraftCounts, Rollout, Sampling
 from bebop.rl.errors import RolloutFailed
-from bebop.rl.verl_config import Policy, compose
+from bebop.rl.verl.config import Policy, compose
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,7 +22,7 @@ def verl_on_a_cpu():
     """verl reads its platform once, when it is first imported."""
     for name, value in {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "BEBOP_RL": "1"}.items():
         os.environ.setdefault(name, value)
-    from bebop.rl import plugin
+    from bebop.rl.verl import plugin
 
     plugin.register()
 
@@ -77,7 +77,7 @@ def test_a_tree_may_be_deeper_than_its_heads_were_trained_and_a_chain_may_not(ti
 
 
 def test_sampling_parameters_are_taken_over_or_refused_by_name():
-    from bebop.rl.torch_server import sampling_of
+    from bebop.rl.rollout.torch_server import sampling_of
 
     given = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
     sampling = sampling_of(given, room=9)
@@ -91,7 +91,7 @@ def test_sampling_parameters_are_taken_over_or_refused_by_name():
 
 
 def test_a_prompt_gets_the_room_that_is_left():
-    from bebop.rl.torch_server import room
+    from bebop.rl.rollout.torch_server import room
 
     config = SimpleNamespace(max_model_len=128, prompt_length=64, response_length=64)
     assert [room(config, n) for n in (10, 64, 100)] == [64, 64, 28]
@@ -105,7 +105,7 @@ def rollout(reason: str, tokens: int, version: int) -> Rollout:
 
 
 def test_aborted_responses_keep_their_counts_and_version():
-    from bebop.rl.torch_server import token_output
+    from bebop.rl.rollout.torch_server import token_output
 
     cut = token_output(rollout("abort", 3, version=4), version=5)
     assert cut.stop_reason == "aborted" and cut.token_ids == [5, 5, 5] and cut.log_probs == [-0.5] * 3
@@ -141,7 +141,7 @@ class Engine:
 
 
 def test_what_arrives_between_abort_and_resumption_waits_for_the_new_weights():
-    from bebop.rl.torch_server import TorchServer
+    from bebop.rl.rollout.torch_server import TorchServer
 
     async def story() -> None:
         config = SimpleNamespace(max_model_len=128, prompt_length=64, response_length=64, custom={})
@@ -165,8 +165,8 @@ def test_what_arrives_between_abort_and_resumption_waits_for_the_new_weights():
 
 
 def test_replicas_of_one_run_sample_from_streams_of_their_own(tmp_path):
-    from bebop.backbone import random_checkpoint
-    from bebop.rl.torch_server import TorchServer, replica_seed
+    from bebop.policies import random_checkpoint
+    from bebop.rl.rollout.torch_server import TorchServer, replica_seed
 
     section = RolloutSection(engine="torch", max_num_seqs=8, max_model_len=32, kv_cache_gib=0.1)
     config = SimpleNamespace(custom={"bebop": section.model_dump()}, seed=3, dtype="float32")
@@ -187,7 +187,7 @@ def test_replicas_of_one_run_sample_from_streams_of_their_own(tmp_path):
 
 
 def test_a_replica_tells_its_server_which_one_it_is(monkeypatch):
-    from bebop.rl import torch_server
+    from bebop.rl.rollout import torch_server
 
     async def at_once(value: object = None) -> object:
         return value
@@ -212,7 +212,7 @@ def test_a_replica_tells_its_server_which_one_it_is(monkeypatch):
 
 
 def test_weights_go_over_whole_and_without_the_second_name_of_a_tied_embedding():
-    from bebop.rl.torch_rollout import TorchRollout
+    from bebop.rl.rollout.torch_rollout import TorchRollout
 
     class Remote:
         got: dict

@@ -16,7 +16,7 @@ def verl_on_a_cpu():
     """verl reads its platform once, when it is first imported."""
     for name, value in {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "BEBOP_RL": "1"}.items():
         os.environ.setdefault(name, value)
-    from bebop.rl import plugin
+    from bebop.rl.verl import plugin
 
     plugin.register()
 
@@ -24,7 +24,7 @@ def verl_on_a_cpu():
 def test_group_advantages_are_zero_without_spread_and_normalised_with_it():
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-    from bebop.rl import advantage
+    from bebop.rl.trainer import advantage
 
     rewards = torch.tensor([1.0, 1, 1, 1, 1, 0, 0, 0]).unsqueeze(1)
     groups = np.array(["a"] * 4 + ["b"] * 4, dtype=object)
@@ -96,7 +96,7 @@ def test_prompts_are_encoded_as_every_stage_encodes_them(tiny_random: Path):
 def test_counts_of_a_response_in_segments_are_summed():
     from verl.workers.rollout.replica import TokenOutput
 
-    from bebop.rl.agent import joined_fields
+    from bebop.rl.rollout.agent import joined_fields
 
     def segment(tokens: int, version: int, accepted: list[int] | None) -> TokenOutput:
         fields: dict = {"global_steps": version}
@@ -172,7 +172,7 @@ def test_a_long_prompt_among_short_ones_is_trained_and_never_requeued():
 
 
 def test_another_verl_is_refused():
-    from bebop.rl.verl_patches import PatchRefused, apply_all
+    from bebop.rl.verl.patches import PatchRefused, apply_all
 
     with pytest.raises(PatchRefused, match=r"verl 0\.9\.2 is installed.*0\.9\.1"):
         apply_all("0.9.2")

@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from bebop.config import Loss
-from bebop.sft.card import BEGIN, END, TAGS, merge, write_card
-from bebop.sft.schedule import loss_at, resolve_warmup
+from bebop.sft.lr import loss_at, resolve_warmup
+from bebop.sft.model_card import BEGIN, END, TAGS, merge, write_card
 
 SCORED = {
     "alpha": [0.9, 0.8, 0.7],

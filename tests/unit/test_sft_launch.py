@@ -12,7 +12,7 @@ WORKER = """
 import os, signal, time
 from pathlib import Path
 import torch
-from bebop.sft.deepspeed_adapter import init_process_group
+from bebop.sft.deepspeed import init_process_group
 
 rank = int(os.environ["RANK"])
 init_process_group("cpu", Path(os.environ["BEBOP_RENDEZVOUS"]), rank, int(os.environ["WORLD_SIZE"]))

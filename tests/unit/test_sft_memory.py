@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bebop.backbone import hidden_states as hidden_module
 from bebop.backbone import load_backbone
+from bebop.backbone.hidden_states import HiddenStates
 from bebop.config import Loss
-from bebop.data.distill import TextRow
-from bebop.mtp import attention, load_heads
-from bebop.mtp.attention import Documents, chain_attention, dense_causal, dense_causal_backward
-from bebop.sft import hidden as hidden_module
-from bebop.sft.batches import pack_rows, train_batch
-from bebop.sft.hidden import HiddenStates
-from bebop.sft.objective import HeadObjective
+from bebop.data.batches import pack_rows, train_batch
+from bebop.data.self_distill import TextRow
+from bebop.head_training.objective import HeadObjective
+from bebop.mtp import chain_attention as attention
+from bebop.mtp import load_heads
+from bebop.mtp.chain_attention import Documents, chain_attention, dense_causal, dense_causal_backward
 
 
 def _peak_bytes(run) -> int:

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from bebop.config import Loss
-from bebop.data.distill import TextRow
+from bebop.data.batches import TrainBatch, pack_rows, trainable
+from bebop.data.self_distill import TextRow
+from bebop.head_training.objective import HeadObjective
 from bebop.losses import LOSSES
 from bebop.mtp import load_heads
-from bebop.sft.batches import TrainBatch, pack_rows, trainable
-from bebop.sft.objective import HeadObjective
 
 DEPTH, VOCAB = 3, 64
 

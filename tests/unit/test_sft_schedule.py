@@ -3,7 +3,7 @@
 import pytest
 
 from bebop.config import Loss, Sft
-from bebop.sft.schedule import BatchStream, loss_at, lr_at, mine, regression_at
+from bebop.sft.lr import BatchStream, loss_at, lr_at, mine, regression_at
 
 
 def test_learning_rate_rises_then_stays():

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from bebop.sft import scoring
-from bebop.sft.batches import TrainBatch
+from bebop.acceptance import scores as scoring
+from bebop.data.batches import TrainBatch
 
 P, Q = [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]
 

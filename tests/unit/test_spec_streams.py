@@ -7,7 +7,7 @@ import torch
 from scipy.stats import chisquare, kstest
 
 from bebop.spec import Purpose, Streams, gumbel_max, invert, sample, verify_chain
-from bebop.spec.streams import philox
+from bebop.spec.random import philox
 
 P = torch.tensor([0.1, 0.2, 0.0, 0.3, 0.4, 0.0], dtype=torch.float64)
 

@@ -12,7 +12,7 @@ import pytest
 from bebop.config import Task
 from bebop.data.prompts import SPLITS, make_prompts, split_of
 from bebop.data.tasks import extract_answer, score, worked_solution
-from bebop.data.worked import Hand
+from bebop.data.worked_solutions import Hand
 
 CHAIN = Task(name="chain_sum", params={"min_terms": 2, "max_terms": 3, "min_digits": 2, "max_digits": 2})
 VARIANTS = [

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bebop.backbone import random_checkpoint
 from bebop.config import RolloutSection
 from bebop.engines import EngineDied, EngineError, EngineRefused, make_engine
+from bebop.policies import random_checkpoint
 from bebop.records import Sampling
 
 LIMITS = {"engine": "torch", "max_num_seqs": 8, "max_model_len": 128, "kv_cache_gib": 0.2}

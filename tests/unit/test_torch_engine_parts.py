@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bebop.backbone import random_checkpoint
 from bebop.config import RolloutSection
 from bebop.engines import EngineRefused, make_engine
-from bebop.engines.torch_cache import Cache, Window, fold
-from bebop.engines.torch_draft import Anchors, Drafter, Settings
-from bebop.engines.torch_draws import RoundDraws
-from bebop.engines.torch_model import Policy
+from bebop.engines.torch_engine.drafter import Anchors, Drafter, Settings
+from bebop.engines.torch_engine.kv_cache import Cache, Window, fold
+from bebop.engines.torch_engine.model import Policy
+from bebop.engines.torch_engine.random import RoundDraws
 from bebop.mtp import HEAD_PREFIX, draft_hidden, load_heads
+from bebop.policies import random_checkpoint
 from bebop.spec import Purpose, Streams
 
 CPU = torch.device("cpu")

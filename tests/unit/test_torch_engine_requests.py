@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from bebop.config import ConfigError, check
+from bebop.config.sections import RolloutSection
 from bebop.engines import EngineRefused, check_policy
-from bebop.engines.torch_requests import end_of_text, make_request
+from bebop.engines.torch_engine.request import end_of_text, make_request
 from bebop.records import DraftCounts, Sampling
-from bebop.sections import RolloutSection
 
 
 def request(prompt=(1, 2), sampling=None, **extra):

@@ -21,7 +21,7 @@ from bebop.spec import (
     verify_trees,
     warp,
 )
-from bebop.spec.tree import AUTO_LEADS_ABOVE
+from bebop.spec.tree.spec import AUTO_LEADS_ABOVE
 
 
 class Draft:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bebop.engines.vllm_draws import ROWS, draft_tokens, draw, recovered_tokens
+from bebop.engines.vllm_engine.sampling import ROWS, draft_tokens, draw, recovered_tokens
 
 P = torch.tensor([0.5, 0.3, 0.2])
 Q = torch.tensor([0.2, 0.2, 0.6])

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bebop.engines import vllm_patches
-from bebop.engines.vllm_patches import PatchRefused, draft_rows, expand_batch_to_tokens, redraw_seeded, stats_of
+from bebop.engines.vllm_engine import fixes
+from bebop.engines.vllm_engine.fixes import PatchRefused, draft_rows, expand_batch_to_tokens, redraw_seeded, stats_of
 
 
 def test_expansion_repeats_each_value_for_its_own_tokens():
@@ -78,17 +78,17 @@ def test_seeded_drafts_depend_on_their_generator_alone_and_follow_the_draft_dist
 
 def test_unknown_version_stops_bebop_with_both_versions_named():
     with pytest.raises(PatchRefused, match=r"vllm 9\.9\.9 .*0\.31\.0"):
-        vllm_patches.require("9.9.9")
-    vllm_patches.require("0.31.0")
+        fixes.require("9.9.9")
+    fixes.require("0.31.0")
 
 
 def test_unknown_version_is_left_alone_for_users_of_plain_vllm(monkeypatch, caplog):
     applied = []
-    patch = vllm_patches.Patch("toy", True, lambda: True, lambda: applied.append(1))
-    monkeypatch.setattr(vllm_patches, "PATCHES", (patch,))
-    monkeypatch.setattr(vllm_patches, "_status", {})
-    monkeypatch.setattr(vllm_patches, "installed_version", lambda: "9.9.9")
-    status = vllm_patches.apply_all()
+    patch = fixes.Patch("toy", True, lambda: True, lambda: applied.append(1))
+    monkeypatch.setattr(fixes, "PATCHES", (patch,))
+    monkeypatch.setattr(fixes, "_status", {})
+    monkeypatch.setattr(fixes, "installed_version", lambda: "9.9.9")
+    status = fixes.apply_all()
     assert not applied
     assert status["toy"].startswith("refused: vllm 9.9.9")
     assert len(caplog.records) == 1
@@ -97,14 +97,14 @@ def test_unknown_version_is_left_alone_for_users_of_plain_vllm(monkeypatch, capl
 def test_each_patch_is_applied_once_and_only_where_wanted(monkeypatch):
     applied = []
     patches = (
-        vllm_patches.Patch("wanted", True, lambda: True, lambda: applied.append("wanted")),
-        vllm_patches.Patch("elsewhere", True, lambda: False, lambda: applied.append("elsewhere")),
+        fixes.Patch("wanted", True, lambda: True, lambda: applied.append("wanted")),
+        fixes.Patch("elsewhere", True, lambda: False, lambda: applied.append("elsewhere")),
     )
-    monkeypatch.setattr(vllm_patches, "PATCHES", patches)
-    monkeypatch.setattr(vllm_patches, "_status", {})
-    monkeypatch.setattr(vllm_patches, "installed_version", lambda: "0.31.0")
-    vllm_patches.apply_all()
-    assert vllm_patches.apply_all() == {"wanted": "applied", "elsewhere": "not needed"}
+    monkeypatch.setattr(fixes, "PATCHES", patches)
+    monkeypatch.setattr(fixes, "_status", {})
+    monkeypatch.setattr(fixes, "installed_version", lambda: "0.31.0")
+    fixes.apply_all()
+    assert fixes.apply_all() == {"wanted": "applied", "elsewhere": "not needed"}
     assert applied == ["wanted"]
 
 
@@ -112,13 +112,13 @@ def test_a_patch_that_finds_nothing_to_replace_is_refused_not_raised(monkeypatch
     def gone() -> None:
         raise AttributeError("module has no attribute expand_batch_to_tokens")
 
-    monkeypatch.setattr(vllm_patches, "PATCHES", (vllm_patches.Patch("toy", True, lambda: True, gone),))
-    monkeypatch.setattr(vllm_patches, "_status", {})
-    monkeypatch.setattr(vllm_patches, "installed_version", lambda: "0.31.0")
-    assert vllm_patches.apply_all()["toy"].startswith("refused: module has no attribute")
+    monkeypatch.setattr(fixes, "PATCHES", (fixes.Patch("toy", True, lambda: True, gone),))
+    monkeypatch.setattr(fixes, "_status", {})
+    monkeypatch.setattr(fixes, "installed_version", lambda: "0.31.0")
+    assert fixes.apply_all()["toy"].startswith("refused: module has no attribute")
 
 
 def test_switch_leaves_vllm_as_it_came(monkeypatch):
-    monkeypatch.setenv(vllm_patches.FIXES_ENV, "0")
-    assert set(vllm_patches.apply_all().values()) == {"off"}
-    vllm_patches.require("9.9.9")
+    monkeypatch.setenv(fixes.FIXES_ENV, "0")
+    assert set(fixes.apply_all().values()) == {"off"}
+    fixes.require("9.9.9")

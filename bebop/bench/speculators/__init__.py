@@ -22,20 +22,21 @@ import torch
 from tqdm import tqdm
 
 from bebop.backbone import load_backbone
-from bebop.backbone.cache import cache_home
 from bebop.bench.speculators import memory, rival
 from bebop.bench.speculators.policy import shared_policy
 from bebop.bench.speculators.scored import Pooled, Scored, score_documents
 from bebop.config import BenchConfig, Loss, Model, Sft, SftConfig
 from bebop.data import load_tokenizer, make_prompts
-from bebop.data.distill import sample_all
+from bebop.data.prompts import encode_prompts
+from bebop.data.self_distill import rollout_sampling, sample_all
 from bebop.engines import make_engine
 from bebop.monitor import print_table, write_summary
 from bebop.mtp import checkpoint_checksums, load_heads
 from bebop.sft.dataset import TextData
-from bebop.sft.launch import device_name
 from bebop.sft.stage import CHECKPOINT, RESULT, train
-from bebop.sft.text import encode_prompts, prepare_text, rollout_sampling
+from bebop.sft.training_sequences import prepare_text
+from bebop.store.environment import device_name
+from bebop.store.files import cache_home
 
 CONTROL = "hard_ce"  # speculators' loss, in bebop
 

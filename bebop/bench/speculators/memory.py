@@ -72,11 +72,11 @@ def main(words: str) -> None:
 
 def _bebop(vocab_size: int, anchors: int, depth: int, width: int) -> Any:
     from bebop.config import Loss
+    from bebop.data.batches import TrainBatch
     from bebop.data.packing import anchor_labels, pack, target_index
     from bebop.data.packing import anchors as anchors_of
+    from bebop.head_training.objective import HeadObjective
     from bebop.mtp import ReusedHead, family_of
-    from bebop.sft.batches import TrainBatch
-    from bebop.sft.objective import HeadObjective
 
     config = _config(vocab_size, width)
     head = ReusedHead(family_of(config.to_dict()), config).to(_device())
@@ -120,7 +120,7 @@ def _speculators(vocab_size: int, anchors: int, depth: int, width: int) -> Any:
 
 
 def _config(vocab_size: int, width: int) -> Any:
-    from bebop.backbone.random_family import family_config
+    from bebop.policies.random_family import family_config
 
     return family_config(
         "qwen3_5_text",

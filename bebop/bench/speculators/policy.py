@@ -11,14 +11,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bebop.backbone import prepare_policy
-from bebop.backbone.cache import cached
-from bebop.backbone.pretrain import init_weights, train_tiny
-from bebop.backbone.random_family import family_config
 from bebop.config import ConfigError, Model
 from bebop.data.tokenizer import load_tokenizer, write_tiny_tokenizer
 from bebop.mtp import claimed_layers, family_of, head_state, init_heads, write_checkpoint
 from bebop.mtp.checkpoint import read_config
+from bebop.policies import prepare_policy
+from bebop.policies.pretrain import init_weights, train_tiny
+from bebop.policies.random_family import family_config
+from bebop.store.files import cached
 
 VERSION = 2  # raise when a change to the code makes other policies of the same config
 BOTH = ("qwen3_next", "qwen3_5")  # families that speculators 0.9.0 trains native heads of, and bebop too

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bebop.config import ConfigError
-from bebop.sft.batches import IndexedBatch, TrainBatch
+from bebop.data.batches import IndexedBatch, TrainBatch
 
 PACKAGE, VERSION = "speculators", "0.9.0"
 OPTIMIZERS: tuple[Literal["muon", "adamw"], ...] = ("muon", "adamw")

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bebop.data.batches import TrainBatch
+from bebop.head_training.objective import anchor_rows
 from bebop.losses import expected_acceptance, score_drafts
 from bebop.mtp import Head
-from bebop.sft.batches import TrainBatch
-from bebop.sft.objective import anchor_rows
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Scores of draft heads: acceptance per anchor, and its summaries."""

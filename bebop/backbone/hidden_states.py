@@ -1,0 +1,164 @@
+"""The frozen backbone's hidden states of a set of rows: in memory, in a file, or computed with each batch.
+
+They are the same for every epoch, so computing them once saves a backbone forward per batch:
+
+| data.cache_hidden | costs                                             | for                                      |
+|-------------------|---------------------------------------------------|------------------------------------------|
+| memory            | tokens * width * bytes, in every process          | data that fits                           |
+| disk              | the same on disk once, mapped by every process    | many epochs of large data, several runs  |
+| stream            | a backbone forward with every batch               | one or two epochs                        |
+
+The size is shown, and checked against the memory or disk that is free, before anything is computed. The file is written
+beside its place and moved there with its description, under a lock: two runs make it once, and a killed one leaves
+nothing that looks whole, nor for long what it had begun. States are
+kept in the backbone's own dtype and handed out in float32, which loses nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from bebop.backbone import Backbone
+from bebop.data.batches import IndexedBatch, TrainBatch, pack_rows, train_batch
+from bebop.data.self_distill import TextRow, fingerprint
+from bebop.store.files import file_lock
+
+log = logging.getLogger(__name__)
+MEMINFO = Path("/proc/meminfo")
+SHARE = 0.8  # of the free memory or disk that the states may take
+
+
+class HiddenStates:
+    """Rows' hidden states behind one interface; a sequence's states depend on data, policy and `how` alone."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        rows: Sequence[TextRow],
+        max_tokens: int,
+        *,
+        name: str,
+        how: Literal["memory", "disk", "stream"] = "memory",
+        file: Path | None = None,
+        identity: str = "",
+    ) -> None:
+        """max_tokens: of one backbone forward. name: what the rows are, for messages. file: where how="disk" keeps
+        them; identity: stands for the policy there, a file of another identity or of other rows is made anew.
+
+        Raises ValueError where they do not fit.
+        """
+        self._backbone, self._device = backbone, backbone.embed_weight.device
+        self._width, self._dtype = backbone.embed_weight.shape[1], backbone.embed_weight.dtype
+        lengths = [len(row.input_ids) for row in rows]
+        self._bounds = list(itertools.accumulate(lengths, initial=0))
+        size = self._bounds[-1] * self._width * self._dtype.itemsize
+        self._states: Tensor | None = None  # [tokens, D] on the CPU
+        if how == "stream":
+            log.info("%s: the backbone runs with every batch; its states would take %s", name, _human(size))
+        elif how == "memory":
+            processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+            _check_room(name, how, size * processes, _free_memory())
+            log.info("%s: hidden states of %d tokens are kept in memory, %s", name, self._bounds[-1], _human(size))
+            self._states = torch.empty(self._bounds[-1], self._width, dtype=self._dtype)
+            self._fill(self._states, rows, max_tokens)
+        elif file is None:
+            raise ValueError(f"file=None with how={how!r}: expected where the states are to be kept")
+        else:
+            self._states = self._mapped(file, rows, max_tokens, name, size, identity)
+
+    def batch(self, indexed: IndexedBatch) -> TrainBatch:
+        """The batch with its hidden states, on the backbone's device."""
+        if self._states is None:
+            hidden = self._compute(indexed)
+        else:
+            parts = [self._states[self._bounds[i] : self._bounds[i + 1]] for i in indexed.sequences]
+            hidden = torch.cat(parts).to(self._device)
+        return train_batch(indexed, hidden.float())
+
+    def _fill(self, states: Tensor, rows: Sequence[TextRow], max_tokens: int) -> None:
+        done, quiet = 0, torch.distributed.is_initialized() and torch.distributed.get_rank() != 0
+        with tqdm(total=len(states), desc="hidden states", unit="token", leave=False, disable=quiet) as bar:
+            for batch in pack_rows(rows, range(len(rows)), max_tokens, depth=1):
+                hidden = self._compute(batch)
+                states[done : done + len(hidden)] = hidden.cpu()
+                done += len(hidden)
+                bar.update(len(hidden))
+
+    def _mapped(
+        self, file: Path, rows: Sequence[TextRow], max_tokens: int, name: str, size: int, identity: str
+    ) -> Tensor:
+        """The states out of `file`, which rank 0 makes first where it is not whole."""
+        meta = {
+            "rows": fingerprint({"ids": [row.input_ids for row in rows], "policy": identity}),
+            "shape": [self._bounds[-1], self._width],
+            "dtype": str(self._dtype),
+        }
+        about = file.with_suffix(".json")
+        distributed = torch.distributed.is_initialized()
+        if not distributed or torch.distributed.get_rank() == 0:
+            with file_lock(file.with_suffix(".lock")):
+                whole = about.exists() and json.loads(about.read_text()) == meta
+                whole = whole and file.is_file() and file.stat().st_size == size  # the description alone may be left
+                log.info("%s: hidden states %s %s, %s", name, "are read from" if whole else "go to", file, _human(size))
+                if not whole:
+                    for left in file.parent.glob(f"{file.stem}*.part"):  # of a process that was killed
+                        left.unlink()
+                    _check_room(name, "disk", size, shutil.disk_usage(file.parent).free)
+                    about.unlink(missing_ok=True)
+                    self._make(file, rows, max_tokens, size)
+                    described = about.with_suffix(".part")
+                    described.write_text(json.dumps(meta))
+                    described.replace(about)
+        if distributed and torch.distributed.get_world_size() > 1:
+            torch.distributed.barrier()
+        return self._map(file, shared=False)
+
+    def _make(self, file: Path, rows: Sequence[TextRow], max_tokens: int, size: int) -> None:
+        part = file.with_suffix(".part")
+        states = torch.from_file(str(part), shared=True, size=size // self._dtype.itemsize, dtype=self._dtype)
+        self._fill(states.view(self._bounds[-1], self._width), rows, max_tokens)
+        del states
+        part.replace(file)
+
+    def _map(self, file: Path, *, shared: bool) -> Tensor:
+        tokens = self._bounds[-1]
+        states = torch.from_file(str(file), shared=shared, size=tokens * self._width, dtype=self._dtype)
+        return states.view(tokens, self._width)
+
+    @torch.no_grad()
+    def _compute(self, indexed: IndexedBatch) -> Tensor:
+        packed, device = indexed.packed, self._device
+        return self._backbone.hidden(
+            packed.input_ids.to(device), packed.position_ids.to(device), packed.cu_seqlens.to(device)
+        )
+
+
+def _check_room(name: str, how: str, size: int, free: int | None) -> None:
+    if free is not None and size > SHARE * free:
+        other = {"memory": "disk or stream", "disk": "stream"}[how]
+        raise ValueError(
+            f"data.cache_hidden={how}: hidden states of the {name} take {_human(size)}, {_human(free)} are free; "
+            f"set data.cache_hidden={other}"
+        )
+
+
+def _free_memory() -> int | None:
+    """Bytes of memory that are free for use (Linux), or None."""
+    if not MEMINFO.exists():
+        return None
+    line = next((line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:")), None)
+    return int(line.split()[1]) * 1024 if line else None
+
+
+def _human(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

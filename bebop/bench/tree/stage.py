@@ -1,0 +1,354 @@
+"""bench tree: acceptance length and tokens per second of chains and draft trees, all on the torch engine.
+
+Every variant answers the same prompts with the same seeds. They take turns at each batch of prompts, in another order
+each time, so that a machine that slows down slows all. Responses end where they end.
+
+Acceptance length is pooled, r = 1 + accepted / drafts over all rounds; a round is a target forward with a draft. Rounds
+of one text are alike, so its standard error counts prompts: prompt i pulls r by d_i = (accepted_i - (r - 1) drafts_i) /
+mean(drafts), and the error is std(d) / sqrt(prompts). The error of a difference takes d_i - d'_i: paired by prompt.
+
+Trees are scored too, see `bebop.bench.tree.score`: expected tokens of a round at the same places of the same texts.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from bebop.bench.tree import plots as tree_plots
+from bebop.bench.tree.score import TreeScorer
+from bebop.config import BenchConfig, ConfigError, RolloutSection
+from bebop.data import load_tokenizer, make_prompts
+from bebop.data.prompts import encode_prompts
+from bebop.engines.torch_engine.engine import TorchEngine
+from bebop.monitor import print_table, write_summary
+from bebop.policies import prepare_policy
+from bebop.records import Rollout, Sampling
+from bebop.spec import TreeSpec
+from bebop.store.environment import device
+
+RRSW_LEADS = 1  # the m at which RRSw is compared
+CLEAR = 2.0  # standard errors from which a gain over TopK is told from none
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way of drafting. leads: RheoSampling's and RRSw's m, else None."""
+
+    name: str
+    method: str
+    leads: int | None
+    rollout: RolloutSection
+
+
+@dataclass
+class Tally:
+    """What one variant did at one temperature and batch size. accepted, drafts [prompts]; tokens, seconds [repeats]."""
+
+    accepted: np.ndarray
+    drafts: np.ndarray
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    rounds_s: float = 0.0  # of rounds, prompts' passes left out
+    rules_s: float = 0.0  # of these, in growing and verifying drafts
+    texts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # prompt -> its last response
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1.0 + self.accepted.sum() / max(self.drafts.sum(), 1)
+
+    @property
+    def pull(self) -> np.ndarray:
+        """d_i of the module's docstring, [prompts]."""
+        if not self.drafts.sum():
+            return np.zeros(len(self.drafts))
+        return (self.accepted - (self.acceptance_length - 1.0) * self.drafts) / self.drafts.mean()
+
+    @property
+    def speeds(self) -> list[float]:
+        return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One line of tree.csv. Speeds are response tokens per second over all requests, median and range of repeats.
+
+    gain: acceptance length above TopK's, paired by prompt; surviving: (speed / TopK's - 1) / (acceptance length /
+    TopK's - 1), the share of the gain that is left in tokens per second; None where the gain is within its error.
+    scored: expected tokens of a round at given places, and its gain over TopK, paired too; trees alone. same_text: at
+    temperature 0, the share of prompts whose text is plain decoding's. rules_share: of a round's time, what growing and
+    verifying the draft takes, the model's passes left out; None on a GPU. Errors are standard errors.
+    """
+
+    temperature: float
+    batch_size: int
+    variant: str
+    method: str
+    leads: int | None
+    acceptance_length: float
+    acceptance_length_error: float
+    gain: float | None
+    gain_error: float | None
+    scored: float | None
+    scored_error: float | None
+    scored_gain: float | None
+    scored_gain_error: float | None
+    scored_positions: int
+    tokens_per_s: float
+    tokens_per_s_low: float
+    tokens_per_s_high: float
+    speedup: float | None
+    surviving: float | None
+    rules_share: float | None
+    same_text: float | None
+    depth: int
+    width: int | None
+    budget: int | None
+    support: int | None
+    prompts: int
+    repeats: int
+    rounds: int
+    response_tokens: int
+    model: str
+    dtype: str
+    device: str
+
+
+def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
+    """Measure, print a table, write tree.csv, two plots and summary.json to run_dir; returns the summary."""
+    policy_dir = prepare_policy(config.model, config.seed)
+    tokenizer = load_tokenizer(policy_dir)
+    made = make_prompts(config.data.tasks, config.bench.tree.num_prompts, config.seed, "eval")
+    prompts = [ids for _, ids in encode_prompts(made, config.data, tokenizer)]
+    kinds = variants(config)
+    engines: dict[str, TorchEngine] = {}
+    rows: list[Measured] = []
+    try:
+        for kind in tqdm(kinds, desc="engines"):
+            engines[kind.name] = TorchEngine(kind.rollout, policy_dir, seed=config.seed, dtype=config.model.dtype)
+        scored: dict[float, dict[str, Tally]] = {}
+        for size in config.bench.batch_sizes:
+            for temperature in config.bench.tree.temperatures:
+                tallies = _measure(config, engines, prompts, size, temperature)
+                if temperature not in scored:
+                    texts = [[*prompt, *next(iter(tallies.values())).texts[i]] for i, prompt in enumerate(prompts)]
+                    scored[temperature] = _score(config, kinds, policy_dir, prompts, texts, temperature)
+                rows += [_row(config, kind, tallies, scored[temperature], size, temperature) for kind in kinds]
+    finally:
+        for engine in engines.values():
+            engine.close()
+    table = [asdict(row) for row in rows]
+    with open(run_dir / "tree.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, table[0].keys())
+        writer.writeheader()
+        writer.writerows(table)
+    print_table([_line(row) for row in rows])
+    plots = tree_plots.write(table, run_dir)
+    summary = {"policy": str(policy_dir), "rows": table, "plots": [str(path) for path in plots]}
+    write_summary(run_dir, summary)
+    return summary
+
+
+def variants(config: BenchConfig) -> list[Variant]:
+    """What to compare, in the order of the table; each as a rollout section of the torch engine."""
+    wanted, base = config.bench.tree, config.rollout.model_dump() | {"engine": "torch", "speculation": "mtp"}
+    base["max_num_seqs"] = max(config.bench.batch_sizes)  # every engine's cache is there at once
+    most = config.rollout.tree_width - 1
+    for leads in [*wanted.leads, RRSW_LEADS]:
+        if not 0 <= leads <= most:
+            raise ConfigError(f"bench.tree.leads {leads}: expected 0 to rollout.tree_width - 1 = {most}")
+    found = []
+
+    def add(name: str, method: str, leads: int | None = None, **keys: Any) -> None:
+        found.append(Variant(name, method, leads, RolloutSection.model_validate(base | keys)))
+
+    for method in wanted.methods:
+        if method == "plain":
+            add("plain", method, speculation="none", tree="none")
+        elif method in ("chain", "block"):
+            add(method, method, tree="none", rule="rejection" if method == "chain" else "block")
+        elif method == "topk":
+            add("topk", method, tree="topk")
+        elif method == "rrsw":
+            add(f"rrsw m={RRSW_LEADS}", method, RRSW_LEADS, tree="rrsw", tree_leads=RRSW_LEADS)
+        else:
+            for leads in wanted.leads:
+                add(f"rheo m={leads}", method, leads, tree="rheo", tree_leads=leads)
+    return found
+
+
+def _measure(
+    config: BenchConfig, engines: dict[str, TorchEngine], prompts: list[list[int]], size: int, temperature: float
+) -> dict[str, Tally]:
+    """The tally of every variant; a first, unmeasured turn warms each up."""
+    sampling = Sampling(
+        temperature=temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        max_tokens=config.data.max_response_tokens,
+    )
+    tallies = {name: Tally(np.zeros(len(prompts)), np.zeros(len(prompts))) for name in engines}
+    for engine in engines.values():
+        engine.generate(prompts[:size], sampling, seeds=list(range(len(prompts[:size]))))
+    starts = list(range(0, len(prompts), size))
+    progress = tqdm(total=config.bench.repeats * len(starts), desc=f"T={temperature:g}, batch {size}")
+    for repeat in range(config.bench.repeats):
+        for tally in tallies.values():
+            tally.tokens.append(0)
+            tally.seconds.append(0.0)
+        for turn, start in enumerate(starts):
+            names, first = list(engines), (turn + repeat) % len(engines)
+            for name in names[first:] + names[:first]:
+                chosen = range(start, min(start + size, len(prompts)))
+                seeds = [_seed(config.seed, repeat, i) for i in chosen]
+                before, began = engines[name].clock(), time.perf_counter()
+                answers = engines[name].generate([prompts[i] for i in chosen], sampling, seeds=seeds)
+                seconds, after = time.perf_counter() - began, engines[name].clock()
+                tallies[name].rounds_s += after.rounds - before.rounds
+                tallies[name].rules_s += after.rules - before.rules
+                _count(tallies[name], dict(zip(chosen, answers, strict=True)), seconds)
+            progress.update()
+    progress.close()
+    return tallies
+
+
+def _score(
+    config: BenchConfig,
+    kinds: list[Variant],
+    policy_dir: Path,
+    prompts: list[list[int]],
+    texts: list[list[int]],
+    temperature: float,
+) -> dict[str, Tally]:
+    """The trees' expected rounds at places of the responses, drawn by the config's seed; nothing if none is asked."""
+    trees = [kind for kind in kinds if kind.rollout.tree != "none"]
+    if not config.bench.tree.score_positions or not trees:
+        return {}
+    tallies = {kind.name: Tally(np.zeros(len(prompts)), np.zeros(len(prompts))) for kind in trees}
+    specs = [spec_of(kind.rollout) for kind in trees]
+    scorer = TreeScorer(policy_dir, getattr(torch, config.model.dtype))
+    for i, (prompt, text) in enumerate(zip(tqdm(prompts, desc=f"T={temperature:g}, scored"), texts, strict=True)):
+        places = np.arange(len(prompt) - 1, len(text) - 1)
+        chosen = np.random.default_rng(config.seed + i).permutation(places)[: config.bench.tree.score_positions]
+        expected = scorer.score(text, sorted(chosen.tolist()), specs, temperature) - 1.0
+        for kind, row in zip(trees, expected, strict=True):
+            tallies[kind.name].accepted[i], tallies[kind.name].drafts[i] = float(row.sum()), len(chosen)
+    return tallies
+
+
+def spec_of(rollout: RolloutSection) -> TreeSpec:
+    """The tree that a rollout section asks for."""
+    return TreeSpec(
+        rollout.tree,
+        rollout.tree_width,
+        rollout.tree_depth,
+        rollout.tree_budget,
+        rollout.tree_leads,
+        rollout.tree_support,
+    )
+
+
+def _seed(seed: int, repeat: int, prompt: int) -> int:
+    return seed * 1_000_000_007 + repeat * 1_000_003 + prompt
+
+
+def _count(tally: Tally, answers: dict[int, Rollout], seconds: float) -> None:
+    tally.seconds[-1] += seconds
+    for prompt, answer in answers.items():
+        tally.tokens[-1] += len(answer.token_ids)
+        tally.texts[prompt] = answer.token_ids
+        if answer.counts is not None:
+            tally.accepted[prompt] += sum(answer.counts.accepted_per_depth)
+            tally.drafts[prompt] += answer.counts.num_drafts
+
+
+def _row(
+    config: BenchConfig,
+    kind: Variant,
+    tallies: dict[str, Tally],
+    scored: dict[str, Tally],
+    batch_size: int,
+    temperature: float,
+) -> Measured:
+    tally, topk, plain = tallies[kind.name], tallies.get("topk"), tallies.get("plain")
+    num, speed = len(tally.drafts), statistics.median(tally.speeds)
+    gain = gain_error = surviving = None
+    if topk is not None and kind.method in ("topk", "rrsw", "rheo"):
+        gain = tally.acceptance_length - topk.acceptance_length
+        gain_error = error_of(tally.pull - topk.pull)
+        if gain > CLEAR * gain_error:
+            faster = speed / statistics.median(topk.speeds) - 1.0
+            surviving = faster / (tally.acceptance_length / topk.acceptance_length - 1.0)
+    mine, base = scored.get(kind.name), scored.get("topk")
+    pair = mine is not None and base is not None
+    same = None
+    if temperature == 0 and plain is not None:
+        same = sum(tally.texts[i] == plain.texts[i] for i in range(num)) / num
+    is_tree = kind.rollout.tree != "none"
+    return Measured(
+        temperature=temperature,
+        batch_size=batch_size,
+        variant=kind.name,
+        method=kind.method,
+        leads=kind.leads,
+        acceptance_length=tally.acceptance_length,
+        acceptance_length_error=error_of(tally.pull),
+        gain=gain,
+        gain_error=gain_error,
+        scored=mine.acceptance_length if mine else None,
+        scored_error=error_of(mine.pull) if mine else None,
+        scored_gain=mine.acceptance_length - base.acceptance_length if pair else None,
+        scored_gain_error=error_of(mine.pull - base.pull) if pair else None,
+        scored_positions=int(mine.drafts.sum()) if mine else 0,
+        tokens_per_s=speed,
+        tokens_per_s_low=min(tally.speeds),
+        tokens_per_s_high=max(tally.speeds),
+        speedup=speed / statistics.median(plain.speeds) if plain is not None else None,
+        surviving=surviving,
+        rules_share=tally.rules_s / tally.rounds_s if tally.rounds_s and not torch.cuda.is_available() else None,
+        same_text=same,
+        depth=kind.rollout.draft_depth,
+        width=kind.rollout.tree_width if is_tree else None,
+        budget=kind.rollout.tree_budget if is_tree else None,
+        support=kind.rollout.tree_support if is_tree else None,
+        prompts=num,
+        repeats=config.bench.repeats,
+        rounds=int(tally.drafts.sum()),
+        response_tokens=sum(tally.tokens),
+        model=config.model.name if config.model.path is None else str(config.model.path),
+        dtype=config.model.dtype,
+        device=device(),
+    )
+
+
+def error_of(pull: np.ndarray) -> float:
+    """Standard error of a mean over prompts; nan for a single one."""
+    return float(pull.std(ddof=1) / len(pull) ** 0.5) if len(pull) > 1 else float("nan")
+
+
+def _line(row: Measured) -> dict[str, Any]:
+    return {
+        "T": row.temperature,
+        "batch": row.batch_size,
+        "variant": row.variant,
+        "AL": row.acceptance_length,
+        "±": row.acceptance_length_error,
+        "over topk": row.gain,
+        "± paired": row.gain_error,
+        "scored": row.scored,
+        "scored over topk": row.scored_gain,
+        "± scored": row.scored_gain_error,
+        "tokens/s": row.tokens_per_s,
+        "speed-up": row.speedup,
+        "surviving": row.surviving,
+        "rules": row.rules_share,
+        "greedy text": row.same_text,
+    }

@@ -1,0 +1,138 @@
+"""Command-line overrides: what hydra gets, and one clear line for what it would refuse or misread.
+
+hydra's own rules stand (`a.b=1`, `group=option`, `-m a=1,2`). Added to them: a key that no config has is answered with
+the nearest that exists, also behind `+` and `++`; values of path keys may hold `=`, spaces and commas; verl's keys are
+told apart (`verl.<key>=...`, or one of verl's own roots) and passed on as verl spells them; `recipe=<story>` takes
+recipes/<story>/recipe.yaml.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from bebop.config import COMMANDS, ConfigError, FilePath
+from bebop.config.messages import field_names, nearest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+RECIPES = ROOT / "recipes"
+VERL_ROOTS = ("actor_rollout_ref", "algorithm", "critic", "reward", "reward_model", "transfer_queue", "ray_kwargs")
+# `data.tasks.0.weight`, `data.tasks.0.params.max_terms`: below these keys a list or a free mapping begins
+FREE_BELOW = ("data.tasks", "model.tiny.tasks")
+_OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[^=]+?)(?:=(?P<value>.*))?$", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A parsed command line: `overrides` are hydra's, `verl` are verl's, flags are bebop's."""
+
+    overrides: list[str] = field(default_factory=list)
+    verl: list[str] = field(default_factory=list)
+    multirun: bool = False
+    show: bool = False  # --cfg job
+    dry_run: bool = False
+
+
+def parse(command: str, words: list[str]) -> Arguments:
+    """Sort the words after the command. Raises ConfigError on a key or a group option that does not exist."""
+    words = list(words)
+    if command == "report" and words and "=" not in words[0] and not words[0].startswith("-"):
+        words[0] = f"run={words[0]}"
+    if command == "bench" and words and "=" not in words[0] and not words[0].startswith("-"):
+        words[0] = f"bench={words[0]}"
+    flags = {"multirun": False, "show": False, "dry_run": False}
+    overrides, verl = [], []
+    while words:
+        word = words.pop(0)
+        if word in ("-m", "--multirun"):
+            flags["multirun"] = True
+        elif word in ("--cfg", "-c"):
+            if (words.pop(0) if words else None) != "job":
+                raise ConfigError(f"{word}: expected `{word} job`")
+            flags["show"] = True
+        elif word == "--dry-run":
+            flags["dry_run"] = True
+        elif word.startswith("-"):
+            raise ConfigError(f"{word}: no such flag; there are -m, --cfg job and --dry-run")
+        else:
+            overrides.append(word)
+    kept = []
+    for word in overrides:
+        match = _OVERRIDE.match(word)
+        if match is None or (match["value"] is None and match["sign"] != "~"):
+            raise ConfigError(f"{word!r}: expected key=value")
+        key = match["key"]
+        if key.split(".")[0] == "verl":
+            verl.append((match["sign"] or "") + word[len(match["sign"] or "") + len("verl.") :])
+        elif key.split(".")[0] in VERL_ROOTS and command in ("grpo", "demo"):
+            verl.append(word)
+        elif key == "recipe":
+            kept.append(_recipe(match["value"] or ""))
+        elif key.startswith("recipes/"):
+            kept.append(_recipe(key.removeprefix("recipes/")))  # a job of a sweep gets its recipe back as hydra has it
+        else:
+            kept.append(_known(command, match, flags["multirun"]))
+    if verl and command not in ("grpo", "demo"):
+        raise ConfigError(f"{verl[0]}: verl runs in grpo and demo, not in {command}")
+    return Arguments(kept, verl, **flags)
+
+
+def options(group: str) -> list[str]:
+    """Names of the configs in a group folder."""
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+def _recipe(story: str) -> str:
+    known = sorted(path.parent.name for path in RECIPES.glob("*/recipe.yaml"))
+    if story not in known:
+        like = nearest(story, known)
+        raise ConfigError(
+            f"recipe={story}: no recipes/{story}/recipe.yaml; "
+            + (f"did you mean {like}?" if like else f"there are {known}")
+        )
+    return f"+recipes/{story}=recipe"
+
+
+def _known(command: str, match: re.Match[str], multirun: bool) -> str:
+    key, value, sign = match["key"], match["value"], match["sign"] or ""
+    model = COMMANDS[command]
+    word = match.string
+    if key.startswith("hydra.") or any(key == free or key.startswith(free + ".") for free in FREE_BELOW):
+        return word
+    known = field_names(model)
+    if key not in known:
+        like = nearest(key, known)
+        raise ConfigError(f"{word}: {command} has no key {key}" + (f"; did you mean {like}?" if like else ""))
+    if (CONFIGS / key).is_dir() and value is not None and not sign:
+        for option in value.split(",") if multirun else [value]:
+            if option not in options(key):
+                like = nearest(option, options(key))
+                raise ConfigError(
+                    f"{key}={option}: no such config; "
+                    + (f"did you mean {key}={like}?" if like else f"there are {options(key)}")
+                )
+        return word
+    if sign in ("+", "++"):
+        # The key exists, so adding it and setting it are the same thing.
+        word = f"{key}={value}"
+    if value and _is_path(model, key) and value != "null" and value[0] not in "'\"" and not (multirun and "," in value):
+        word = f"{key}={_quoted(value)}"
+    return word
+
+
+def _quoted(value: str) -> str:
+    # hydra's grammar: in quotes, backslashes count only before a quote, where each stands doubled
+    doubled = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"'{doubled}'"
+
+
+def _is_path(model: type[BaseModel], key: str) -> bool:
+    for part in key.split(".")[:-1]:
+        model = model.model_fields[part].annotation
+    info = model.model_fields[key.split(".")[-1]]
+    # Annotated[Path, ...] arrives as annotation Path; Annotated[...] | None keeps the alias.
+    return info.annotation is Path or FilePath in getattr(info.annotation, "__args__", ())

@@ -1,0 +1,179 @@
+"""The text that heads are trained on: the policy's own samples, or text that is given (bebop.data.provided).
+
+Heads are to predict the policy, so the text is best sampled by the policy itself, at the temperature of the rollouts
+(self-distillation); only on such text is scored acceptance unbiased. A text set is one folder
+
+    train.parquet, heldout.parquet    a row per sequence, see `TextRow`
+    text.json                         what made it, written last: a folder that has it is whole
+
+that is made once per fingerprint and shared by every run that asks for the same (for example all losses of a
+comparison).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from bebop.config import EvalConfig, SftConfig
+from bebop.records import Prompt, Rollout, Sampling
+
+log = logging.getLogger(__name__)
+META, SPLITS = "text.json", ("train", "heldout")
+
+
+@dataclass(frozen=True)
+class TextRow:
+    """One sequence: `prompt_ids` are read, `response_ids` are predicted where `response_mask` is 1."""
+
+    prompt_id: str
+    task: str
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    response_mask: tuple[int, ...]  # 0 or 1, one per response token (0: another turn's prompt inside the response)
+    logprobs: tuple[float, ...] | None = None  # one per response token, by the policy that sampled it; None: given text
+
+    @property
+    def input_ids(self) -> list[int]:
+        """[T] prompt and response."""
+        return [*self.prompt_ids, *self.response_ids]
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """[T] 1 where the token itself is supervised."""
+        return [0] * len(self.prompt_ids) + list(self.response_mask)
+
+
+class Sampler(Protocol):
+    """The part of a rollout engine that distillation needs."""
+
+    async def agenerate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str | None = None
+    ) -> Rollout: ...
+
+
+def sample_all(
+    engine: Sampler, prompts: Sequence[Sequence[int]], sampling: Sampling, *, title: str, progress: bool = True
+) -> list[Rollout]:
+    """One response to every prompt (token ids), in their order; request i has the seed sampling.seed + i."""
+
+    async def all_of_them() -> list[Rollout]:
+        with tqdm(total=len(prompts), desc=title, unit="response", disable=not progress) as bar:
+
+            async def one(index: int, prompt: Sequence[int]) -> Rollout:
+                own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
+                rollout = await engine.agenerate(prompt, own)
+                bar.update()
+                return rollout
+
+            return await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts)))
+
+    return asyncio.run(all_of_them())
+
+
+def self_distill(
+    engine: Sampler, prompts: Sequence[tuple[Prompt, Sequence[int]]], sampling: Sampling, *, progress: bool = True
+) -> list[TextRow]:
+    """One response of the policy to every prompt.
+
+    prompts: each with its token ids. sampling: as rollouts are sampled; its seed makes every request's own. Responses
+    that the engine aborted and empty ones are left out. Raises ValueError where none is left.
+    """
+    ids = [list(ids) for _, ids in prompts]
+    rollouts = sample_all(engine, ids, sampling, title="self-distillation", progress=progress)
+    rows = [
+        TextRow(p.prompt_id, p.task, r.prompt_ids, r.token_ids, (1,) * len(r.token_ids), r.logprobs)
+        for (p, _), r in zip(prompts, rollouts, strict=True)
+        if r.token_ids and r.finish_reason != "abort"
+    ]
+    if not rows:
+        reasons = sorted({r.finish_reason for r in rollouts})
+        raise ValueError(f"self-distillation: 0 of {len(prompts)} prompts got a response, finish reasons {reasons}")
+    return rows
+
+
+def fingerprint(parts: Mapping[str, Any]) -> str:
+    """16 hex digits that stand for what makes a text set (JSON-serialisable `parts`)."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def text_set(
+    root: Path, parts: Mapping[str, Any], make: Callable[[], Mapping[str, Sequence[TextRow]]]
+) -> tuple[Path, dict[str, Any]]:
+    """The folder of the text set that `parts` describe, made by `make` unless it is already whole, and its text.json.
+
+    make: -> {"train": rows, "heldout": rows}. They are written beside their place and moved there, so that a killed run
+    leaves nothing that looks finished.
+    """
+    folder = root / fingerprint(parts)
+    if (folder / META).exists():
+        log.info("text: %s is reused", folder)
+        return folder, json.loads((folder / META).read_text())
+    sets = make()
+    root.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=root))
+    try:
+        meta = {"fingerprint": folder.name, "made_from": dict(parts)}
+        for split in SPLITS:
+            _write(part / f"{split}.parquet", sets[split])
+            meta[f"num_{split}"] = len(sets[split])
+            meta[f"num_{split}_response_tokens"] = sum(sum(row.response_mask) for row in sets[split])
+        meta["sampled_by_policy"] = all(row.logprobs is not None for split in SPLITS for row in sets[split])
+        (part / META).write_text(json.dumps(meta, indent=1, default=str))
+        try:
+            os.rename(part, folder)
+        except OSError:  # another run made the same set meanwhile
+            if not (folder / META).exists():
+                raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder, json.loads((folder / META).read_text())
+
+
+def read_rows(path: Path) -> list[TextRow]:
+    """Rows of a text set's parquet file."""
+    import pyarrow.parquet as parquet
+
+    rows = parquet.read_table(path).to_pylist()
+    return [TextRow(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows]
+
+
+def _write(path: Path, rows: Sequence[TextRow]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    ids = pa.list_(pa.int32())
+    schema = pa.schema(
+        [
+            ("prompt_id", pa.string()),
+            ("task", pa.string()),
+            ("prompt_ids", ids),
+            ("response_ids", ids),
+            ("response_mask", pa.list_(pa.int8())),
+            ("logprobs", pa.list_(pa.float32())),
+        ]
+    )
+    parquet.write_table(pa.Table.from_pylist([asdict(row) for row in rows], schema=schema), path)
+
+
+def rollout_sampling(config: SftConfig | EvalConfig) -> Sampling:
+    """How the config's engine samples responses to the config's prompts."""
+    rollout = config.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=config.data.max_response_tokens,
+        seed=config.seed,
+    )

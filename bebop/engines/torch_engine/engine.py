@@ -1,0 +1,330 @@
+"""Rollouts by bebop's own engine: plain decoding, draft chains by every rule, and draft trees, in torch alone.
+
+It is the reference: what it samples is read off `bebop.spec`, whose rules are proven exact. One thread owns the model;
+between rounds it takes in new requests and does what callers ask of it (update, pause, checksums).
+
+Random numbers are a function of a request's seed and of the number of its tokens, so a request gets the same tokens
+alone, in any batch and in any order, as far as the logits agree: matrix products of other shapes round otherwise, in
+the last bits. In float32 that moves a token only where a random number falls within about 1e-6 of an edge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+
+from bebop.config import RolloutSection
+from bebop.engines.protocol import EngineDied, EngineError, EngineRefused, Weights
+from bebop.engines.torch_engine.batch import Finished, Rounds, slot_bytes
+from bebop.engines.torch_engine.clock import RoundClock
+from bebop.engines.torch_engine.drafter import Drafter
+from bebop.engines.torch_engine.model import Policy
+from bebop.engines.torch_engine.request import Request, end_of_text, make_request
+from bebop.engines.weights import replace_tensors
+from bebop.mtp import HEAD_PREFIX, checksum
+from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
+
+logger = logging.getLogger("bebop.engines")
+
+
+class TorchEngine:
+    """A running engine; see `bebop.engines.protocol.RolloutEngine` for what each method promises."""
+
+    def __init__(self, rollout: RolloutSection, policy_dir: Path, *, seed: int = 0, dtype: str = "float32") -> None:
+        self.rollout, self.version = rollout, 0
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        heads = rollout.speculation == "mtp"
+        positions = rollout.max_model_len + rollout.draft_depth + 1
+        self._policy = Policy(
+            Path(policy_dir), heads=heads, num_positions=positions, dtype=getattr(torch, dtype), device=device
+        )
+        self._rounds = Rounds(rollout, self._policy, self._num_slots())
+        self._end_ids = end_of_text(Path(policy_dir))
+        self._random = random.Random(seed)
+        self._ids = itertools.count()
+        self._counts = DraftCounts()
+        # what the thread shares with callers, under the condition's lock
+        self._changed = threading.Condition()
+        self._waiting: deque[Request] = deque()
+        self._unsettled: dict[str, Request] = {}  # all that came and have no answer yet, wherever they are
+        self._asked: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._paused = self._closed = False
+        self._death: str | None = None
+        self._thread = threading.Thread(target=self._run, name="bebop-torch", daemon=True)
+        self._thread.start()
+
+    def clock(self) -> RoundClock:
+        """Where the time of all rounds so far went."""
+        return replace(self._rounds.drafter.clock)
+
+    # -- sampling -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        seeds: Sequence[int] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> list[Rollout]:
+        if seeds is not None and len(seeds) != len(prompts):
+            raise EngineRefused(f"seeds has {len(seeds)} entries for {len(prompts)} prompts")
+        given = seeds if seeds is not None else [None] * len(prompts)
+        pairs = zip(prompts, given, strict=True)
+        requests = [self._request(prompt, sampling, None, seed, extra or {}) for prompt, seed in pairs]
+        self._submit(requests)
+        try:
+            return [request.future.result() for request in requests]
+        except BaseException:
+            for request in requests:
+                request.future.cancel()
+            raise
+
+    async def agenerate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Rollout:
+        request = self._request(prompt_ids, sampling, request_id, None, {})
+        self._submit([request])
+        return await asyncio.wrap_future(request.future)
+
+    def _request(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        request_id: str | None,
+        seed: int | None,
+        extra: Mapping[str, Any],
+    ) -> Request:
+        if seed is None:
+            seed = self._random.getrandbits(63)
+        else:
+            extra = {**extra, "seed": seed}
+        return make_request(
+            request_id or f"bebop-{next(self._ids)}",
+            prompt,
+            sampling,
+            seed=seed,
+            extra=extra,
+            vocabulary=self._policy.vocabulary,
+            max_model_len=self.rollout.max_model_len,
+            end_ids=self._end_ids,
+        )
+
+    def _submit(self, requests: list[Request]) -> None:
+        with self._changed:
+            self._require_life()
+            for request in requests:
+                held = self._unsettled.get(request.request_id)
+                if held is not None and not held.future.cancelled():
+                    raise EngineRefused(f"request_id {request.request_id!r} is running already")
+            self._unsettled |= {request.request_id: request for request in requests}
+            self._waiting += requests
+            self._changed.notify()
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    def update_weights(self, tensors: Weights, version: int) -> WeightChecksums:
+        named = {name: tensor.detach() for name, tensor in dict(tensors).items()}
+
+        def update() -> WeightChecksums:
+            try:
+                replace_tensors(self._policy.views, named)
+            except ValueError as error:
+                raise EngineRefused(str(error)) from None
+            self._policy.refresh()
+            self.version = version
+            # keys and values of the old weights must not serve what is sampled from now on
+            self._settle(self._rounds.refill())
+            return self._held()
+
+        return self._ask(update)
+
+    def checksums(self) -> WeightChecksums:
+        return self._ask(self._held)
+
+    def _held(self) -> WeightChecksums:
+        views = self._policy.views
+        heads = {name: view for name, view in views.items() if name.startswith(HEAD_PREFIX)}
+        backbone = {name: view for name, view in views.items() if name not in heads}
+        return WeightChecksums(checksum(backbone), checksum(heads), len(heads))
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: Literal["abort", "keep"] = "keep") -> None:
+        if mode not in ("abort", "keep"):
+            raise EngineRefused(f"pause mode {mode!r}: expected abort or keep")
+
+        def stop() -> None:
+            self._paused = True
+            if mode == "abort":
+                running = list(self._rounds.active)
+                self._rounds.drop(running)
+                with self._changed:
+                    waiting = list(self._waiting)
+                    self._waiting.clear()
+                self._settle([Finished(request, "abort") for request in (*running, *waiting)])
+
+        self._ask(stop)
+
+    def resume(self) -> None:
+        def go_on() -> None:
+            self._paused = False
+
+        self._ask(go_on)
+
+    def counts(self) -> DraftCounts:
+        with self._changed:
+            self._require_life()
+            running = [request.counts() for request in self._rounds.active]
+            return sum(running, self._counts)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """None: the engine runs in a thread of the caller's process."""
+        return []
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _num_slots(self) -> int:
+        """Requests that run at once: rollout.max_num_seqs, as far as the cache's memory allows."""
+        rollout, policy = self.rollout, self._policy
+        if policy.device.type == "cuda":
+            key = f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization}"
+            free, total = torch.cuda.mem_get_info(policy.device)
+            room = int(total * rollout.gpu_memory_utilization) - (total - free)
+        else:
+            key, room = f"rollout.kv_cache_gib={rollout.kv_cache_gib}", int(rollout.kv_cache_gib * 2**30)
+        each = slot_bytes(policy, Drafter(rollout, policy), rollout.max_model_len)
+        fit = room // each
+        if fit < 1:
+            raise EngineRefused(
+                f"{key} leaves {max(room, 0) / 2**30:.3f} GiB for keys and values, one request of "
+                f"rollout.max_model_len={rollout.max_model_len} takes {each / 2**30:.3f}; raise it or shorten requests"
+            )
+        if fit < rollout.max_num_seqs:
+            logger.info("%s holds %d requests at once, rollout.max_num_seqs=%d", key, fit, rollout.max_num_seqs)
+        return min(fit, rollout.max_num_seqs)
+
+    def _ask(self, what: Callable[[], Any]) -> Any:
+        """Run `what` on the engine's thread between two rounds; its result or exception."""
+        future: Future[Any] = Future()
+        with self._changed:
+            self._require_life()
+            self._asked.append((what, future))
+            self._changed.notify()
+        return future.result()
+
+    def _require_life(self) -> None:
+        if self._death is not None:
+            raise EngineDied(self._death)
+        if self._closed:
+            raise EngineError("the engine is closed")
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+            self._end(EngineError("the engine is closed"))
+        except BaseException as error:
+            logger.exception("the engine's thread ended")
+            self._death = f"the torch engine died: {' '.join(str(error).split())[:500] or type(error).__name__}"
+            self._end(EngineDied(self._death))
+
+    def _turn(self) -> bool:
+        """Wait for something to do, then do it: requests of callers first, else one round. False: closed."""
+        with self._changed:
+            while not (self._closed or self._asked or self._has_work()):
+                self._changed.wait()
+            if self._closed:
+                return False
+            asked = self._asked.popleft() if self._asked else None
+            new = self._admitted() if asked is None else []
+        if asked is not None:
+            _answer(*asked)
+            return True
+        self._forget_cancelled()
+        for finished in self._rounds.admit(new, self.version):
+            self._settle(finished)
+        if self._rounds.active:
+            self._settle(self._rounds.step(self.version))
+        return True
+
+    def _has_work(self) -> bool:
+        return not self._paused and bool(self._waiting or self._rounds.active)
+
+    def _admitted(self) -> list[Request]:
+        free = self._rounds.num_slots - len(self._rounds.active)
+        found = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        kept = []
+        for request in found:
+            if request.future.cancelled():
+                self._forget(request)
+            else:
+                kept.append(request)
+        return kept
+
+    def _forget(self, request: Request) -> None:
+        """Free its name, which a cancelled request may have lost to a new one."""
+        if self._unsettled.get(request.request_id) is request:
+            del self._unsettled[request.request_id]
+
+    def _forget_cancelled(self) -> None:
+        cancelled = [request for request in self._rounds.active if request.future.cancelled()]
+        if cancelled:
+            self._rounds.drop(cancelled)
+            self._settle([Finished(request, "abort") for request in cancelled])
+
+    def _settle(self, finished: list[Finished]) -> None:
+        """Give every finished request to whoever waits for it."""
+        for outcome in finished:
+            request = outcome.request
+            with self._changed:
+                self._forget(request)
+                self._counts += request.counts()
+            try:
+                if outcome.error is not None:
+                    request.future.set_exception(outcome.error)
+                else:
+                    speculating = self._rounds.drafter.speculating
+                    request.future.set_result(request.rollout(outcome.reason, speculating=speculating))
+            except InvalidStateError:
+                pass  # cancelled meanwhile
+
+    def _end(self, error: EngineError) -> None:
+        with self._changed:
+            asked, unsettled = list(self._asked), list(self._unsettled.values())
+            self._asked.clear()
+            self._waiting.clear()
+            self._closed = True
+        self._settle([Finished(request, None, error) for request in unsettled])
+        for _, future in asked:
+            future.set_exception(error)
+
+
+def _answer(what: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(what())
+    except Exception as error:
+        future.set_exception(error)

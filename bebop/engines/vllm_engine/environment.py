@@ -1,0 +1,103 @@
+"""Environment of the engine's processes, set here and nowhere else.
+
+A spawned process reads its environment once, at the start: the values stand only while the engine is being started,
+and the caller's own environment is restored after. A value that the user has set is left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bebop.engines.vllm_engine.fixes import PLAIN_WEIGHTS_ENV
+
+PARENT_ENV = "BEBOP_ENGINE_PARENT"  # process id of the engine's owner
+LOG_ENV = "BEBOP_ENGINE_LOG"  # file that the engine process writes its output to
+V2_RUNNER_ENV = "VLLM_USE_V2_MODEL_RUNNER"
+GENERAL = {
+    # One runner everywhere, the one that GRPO needs: the V2 runner keeps its drafter where verl 0.9.1 does not look and
+    # would never sync it. Its sampler is another: what doctor, eval and bench measure on it would say nothing of RL.
+    V2_RUNNER_ENV: "0",
+    "HF_HUB_OFFLINE": "1",  # policies are directories on disk
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about defaults that bebop sets on purpose
+    "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
+}
+CPU = {
+    PLAIN_WEIGHTS_ENV: "1",  # weights are updated in place
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # another stage may run beside the engine
+    "TORCH_COMPILE_DISABLE": "1",
+    # one process less to start: the worker lives in the engine core, whose OpenMP variables are set here
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+
+def missing(wanted: dict[str, str]) -> dict[str, str]:
+    """Those of `wanted` that the user has not set."""
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def cpu_environment() -> dict[str, str]:
+    """Variables of an engine process on a CPU, with libiomp5 preloaded where it is installed."""
+    library = intel_openmp()
+    return CPU | ({"LD_PRELOAD": str(library)} if library else {})
+
+
+def intel_openmp() -> Path | None:
+    """libiomp5.so of this Python environment, where it is installed: vLLM's CPU drafting is slow without it."""
+    found = Path(sys.prefix) / "lib" / "libiomp5.so"
+    return found if found.exists() else None
+
+
+def enter_engine_process() -> None:
+    """In the process that bebop's engine spawned: end with the parent, and write stdout and stderr to the log.
+
+    vLLM 0.31.0's engine core outlives a parent that was killed; the kernel ends it here (Linux's PR_SET_PDEATHSIG).
+    Does nothing in any other process.
+    """
+    parent = os.environ.get(PARENT_ENV)
+    if multiprocessing.parent_process() is None or parent is None:
+        return
+    if sys.platform == "linux" and os.getppid() == int(parent):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() == 1 and parent != "1":  # in a container the engine's owner may be process 1
+        sys.exit("the process that started this engine is gone")
+    if path := os.environ.get(LOG_ENV):
+        log = os.open(path, os.O_WRONLY | os.O_APPEND)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+
+
+def last_error(log: Path) -> str | None:
+    """The exception that an engine process died of, out of its log: the last line such as `ValueError: text`."""
+    if not log.is_file():
+        return None
+    found = re.findall(
+        r"(?:^|\] |\s)(\w+(?:\.\w+)*(?:Error|Exception): .+)$", log.read_text(errors="replace"), re.MULTILINE
+    )
+    return found[-1].strip() if found else None
+
+
+@contextmanager
+def applied(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for the duration of the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

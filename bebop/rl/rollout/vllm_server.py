@@ -1,0 +1,87 @@
+"""The rollout server: verl's vLLM server, plus counts per draft depth, checksums of what is served, and its health.
+
+Registered as verl's replica class for "vllm" (`RolloutReplicaRegistry`), in the trainer's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from bebop.rl.environment import run_tag
+from bebop.rl.rollout import early
+
+EXTENSION = "bebop.rl.rollout.vllm_worker.EngineWorker"
+
+
+class PolicyServer(vLLMHttpServer):
+    """One replica's server actor."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # verl names the socket of the weights by Ray's job, which every Ray of its own calls 01000000
+        os.environ["VERL_RAY_JOB_ID"] += f"-{run_tag()}"
+        self._per_depth: dict[str, tuple[int, ...]] = {}
+        self._launch: asyncio.Future | None = None
+
+    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        """verl's, once: a second call waits for the first, see `bebop.rl.rollout.early`."""
+        if self._launch is None:
+            self._launch = asyncio.ensure_future(super().launch_server(*args, **kwargs))
+        await self._launch
+
+    def _get_worker_extension_cls(self) -> str:
+        return EXTENSION
+
+    async def run_server(self, args: Any) -> None:
+        await super().run_server(args)
+        stock = self.engine.generate
+
+        async def generate(*args: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
+            async for output in stock(*args, request_id=request_id, **kwargs):
+                stats = getattr(output.metrics, "request_spec_decode_stats", None)
+                if stats is not None:
+                    self._per_depth[request_id] = stats.accepted_per_depth
+                yield output
+
+        self.engine.generate = generate
+
+    async def generate(
+        self, prompt_ids: Any, sampling_params: dict[str, Any], request_id: str, **kwargs: Any
+    ) -> TokenOutput:
+        """verl's `generate`, by token ids alone; `spec_accepted_per_depth` comes beside verl's spec_* counts."""
+        wanted = {**sampling_params, "detokenize": False}
+        output = await super().generate(prompt_ids, wanted, request_id, **kwargs)
+        per_depth = self._per_depth.pop(request_id, None)
+        if per_depth is not None:
+            output.extra_fields["spec_accepted_per_depth"] = list(per_depth)
+        return output
+
+    async def served_checksums(self, of_backbone: bool = True) -> dict[str, Any]:
+        """What the engine holds now, see `bebop.engines.vllm_engine.worker`."""
+        return (await self.engine.collective_rpc("bebop_checksums", args=(of_backbone,)))[0]
+
+    async def health(self) -> str:
+        """Raises with the engine's own error once it is dead."""
+        engine = getattr(self, "engine", None)
+        if engine is not None and engine.errored:
+            raise RuntimeError(f"vLLM's engine died: {engine.dead_error}")
+        return "alive"
+
+
+class PolicyReplica(vLLMReplica):
+    """verl's replica with our server."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = early.server_class(otherwise=ray.remote(PolicyServer))
+
+    @property
+    def max_concurrency(self) -> int:
+        return early.CALLS_AT_ONCE

@@ -1,0 +1,1 @@
+"""Draft trees: their shape, growth, verification and expected acceptance."""

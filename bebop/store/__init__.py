@@ -1,0 +1,1 @@
+"""Everything on disk: run folders, metrics, sinks, caches, tables. No statistics."""

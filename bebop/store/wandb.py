@@ -1,0 +1,170 @@
+"""Weights & Biases as one more sink; the only place that imports wandb.
+
+Offline needs neither network nor key and never prompts; `close` prints the command that uploads the run. What is read
+first: acceptance length over entropy, a chart, beside the curves over steps. Every key has its definition in a table.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bebop.records import StepRecord
+from bebop.store.definitions import PREFIX, definitions_table, flatten
+from bebop.store.run_folder import plain, read_json, read_records, step_from_json
+
+MODES = ("offline", "online", "disabled")
+BY_ENTROPY = f"{PREFIX}by_entropy/acceptance_length"  # acceptance length with entropy as its x axis
+
+
+class LoggerError(RuntimeError):
+    """wandb can't do what the config asks. Its message is one line and names the override that helps."""
+
+
+def check_wandb(mode: str) -> None:
+    """Raise LoggerError where `mode` can't work here: call it before anything is loaded. Reads no network."""
+    if mode not in MODES:
+        raise LoggerError(f"logger.wandb={mode}: expected one of {', '.join(MODES)}")
+    if mode == "disabled":
+        return
+    try:
+        import wandb
+    except ImportError:
+        raise LoggerError(f"logger.wandb={mode}: wandb is not installed; set logger.wandb=disabled") from None
+    if mode == "online" and not wandb.login(prompt=False, verify=False):
+        raise LoggerError(
+            "logger.wandb=online: no API key (WANDB_API_KEY or `wandb login`); set one, or logger.wandb=offline"
+        )
+
+
+class WandbSink:
+    """Writes records to a W&B run; with mode "disabled" it does nothing.
+
+    An offline run that is resumed becomes a new W&B run that begins with the records in run_dir/metrics.jsonl, so that
+    its last folder is whole; online, the resumed run goes on under its id.
+    """
+
+    def __init__(self, mode: str, project: str, name: str | None, run_dir: Path | str) -> None:
+        """name: of the run, None for the folder's. The config in run_dir/run.json is logged. Raises LoggerError."""
+        check_wandb(mode)
+        self.mode, self.run_dir, self.sync_dir = mode, Path(run_dir).resolve(), None
+        self._steps: dict[int, StepRecord] = {}
+        self._run: Any = None
+        if mode == "disabled":
+            return
+        import wandb
+
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        made_by = read_json(self.run_dir / "run.json")
+        quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True, disable_code=True)
+        identity = {"id": _run_id(self.run_dir), "resume": "allow"} if mode == "online" else {}
+        self._run = wandb.init(
+            mode=mode,
+            project=project,
+            name=name or self.run_dir.name,
+            dir=str(self.run_dir),
+            config=plain(made_by.get("config", {}))
+            | {"made_by": plain({k: v for k, v in made_by.items() if k != "config"})},
+            settings=quiet,
+            **identity,
+        )
+        self.sync_dir = Path(self._run.settings.sync_dir)
+        self._define_axes()
+        earlier = read_records(self.run_dir)
+        for record in earlier:
+            if record["kind"] == "step":
+                step = step_from_json(record)
+                self._steps[step.step] = step
+            if mode == "offline":
+                self._log(step if record["kind"] == "step" else record)
+
+    def write(self, record: StepRecord | Mapping[str, Any]) -> None:
+        """Log one record: a StepRecord, or a mapping with its `kind`, of which the numbers are logged."""
+        if self._run is None:
+            return
+        if isinstance(record, StepRecord):
+            self._steps[record.step] = record
+        self._log(record)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Put the run's result into W&B's summary, as bebop/<key>."""
+        if self._run is not None:
+            self._run.summary.update({PREFIX + key: value for key, value in plain(summary).items()})
+
+    def close(self) -> None:
+        """Log the charts, end the run, and say how to upload it; more than once does no harm."""
+        if self._run is None:
+            return
+        import wandb
+
+        rows = [list(row) for row in definitions_table()]
+        self._run.log({f"{PREFIX}definitions": wandb.Table(columns=["key", "label", "definition"], data=rows)})
+        observed = [s for _, s in sorted(self._steps.items()) if None not in (s.entropy_nats, s.acceptance_length)]
+        if observed:
+            self._run.log(_charts(observed))
+        self._run.finish()
+        self._run = None
+        if self.mode == "offline":
+            print(f"wandb: offline; to upload: wandb sync {shlex.quote(str(self.sync_dir))}", file=sys.stderr)
+
+    def __enter__(self) -> WandbSink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _log(self, record: StepRecord | Mapping[str, Any]) -> None:
+        values = flatten(record)
+        if isinstance(record, StepRecord) and record.acceptance_length is not None:
+            values[BY_ENTROPY] = record.acceptance_length
+        if values:
+            self._run.log(values)
+
+    def _define_axes(self) -> None:
+        """Steps are the x axis of curves, each stage's own; entropy is that of `by_entropy`."""
+        for axis in (f"{PREFIX}step", f"{PREFIX}sft/step", f"{PREFIX}sft_eval/step"):
+            self._run.define_metric(axis, hidden=True)
+        self._run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
+        for kind in ("sft", "sft_eval"):
+            self._run.define_metric(f"{PREFIX}{kind}/*", step_metric=f"{PREFIX}{kind}/step")
+        self._run.define_metric(BY_ENTROPY, step_metric=f"{PREFIX}entropy_nats")
+
+
+def _charts(steps: list[StepRecord]) -> dict[str, Any]:
+    """The curated panels: the scatter that the slope is fitted to, and conditional acceptance per depth over steps."""
+    import wandb
+
+    columns = ["entropy [nats]", "acceptance length", "step", "k", "rule", "temperature"]
+    data = [
+        [s.entropy_nats, s.acceptance_length, s.step, s.num_speculative_tokens, s.acceptance_rule, s.temperature]
+        for s in steps
+    ]
+    scatter = wandb.plot.scatter(
+        wandb.Table(columns=columns, data=data), columns[0], columns[1], title="Acceptance length over target entropy"
+    )
+    depth = max(len(s.counts.accepted_per_depth) for s in steps)
+    per_depth = [[_at(s.counts.conditional_acceptance, j) for s in steps] for j in range(depth)]
+    lines = wandb.plot.line_series(
+        xs=[s.step for s in steps],
+        ys=per_depth,
+        keys=[f"depth {j + 1}" for j in range(depth)],
+        title="Conditional acceptance per depth",
+        xname="step",
+    )
+    return {f"{PREFIX}acceptance_over_entropy": scatter, f"{PREFIX}acceptance_per_depth": lines}
+
+
+def _at(values: tuple[float | None, ...], index: int) -> float | None:
+    return values[index] if index < len(values) else None
+
+
+def _run_id(run_dir: Path) -> str:
+    """Id under which an online run goes on after a resume."""
+    path = run_dir / "wandb_run_id"
+    if not path.exists():
+        path.write_text(os.urandom(6).hex())
+    return path.read_text().strip()
