@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 the command ran and failed (doctor found a fault, a stage 
 
 from __future__ import annotations
 
-import dis
 import importlib
 import json
 import signal
@@ -15,8 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bebop.config import COMMANDS, ConfigError, Run, check
+from bebop.config import COMMANDS, Run, check
 from bebop.config.overrides import CONFIGS, ROOT, Arguments, parse
+from bebop.errors import BebopError, ConfigError
 
 # command -> module with run(config, run_dir)
 STAGES = {
@@ -59,33 +59,13 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"bebop: error: {error}", file=sys.stderr)
         return 2
-    except Exception as error:
-        # What bebop says itself is one line for the user; anything else is a fault and keeps its traceback.
-        if not said_by_bebop(error):
-            raise
+    except BebopError as error:
         print(f"bebop: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         again = "starts anew" if command == "bench" else "goes on"
         print(f"bebop: stopped; the same command with the same run_dir {again}", file=sys.stderr)
         return 130
-
-
-def said_by_bebop(error: Exception) -> bool:
-    """Whether an error is bebop's word to the user: of a class of its own, or a ValueError of a raise statement in it.
-
-    A ValueError that Python or a library raises is a fault, and so is any other class.
-    """
-    if type(error).__module__.startswith("bebop."):
-        return True
-    where = error.__traceback__
-    while where is not None and where.tb_next is not None:
-        where = where.tb_next
-    if type(error) is not ValueError or where is None:
-        return False
-    code = where.tb_frame.f_code
-    ours = where.tb_frame.f_globals.get("__name__", "").split(".")[0] in ("bebop", "bebop_kernels")
-    return ours and code.co_code[where.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def compose(command: str, arguments: Arguments) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from bebop.backbone import Backbone
 from bebop.backbone.hidden_states import HiddenStates
 from bebop.data.batches import pack_rows
 from bebop.data.self_distill import TextRow
+from bebop.errors import BadInput
 from bebop.head_training.objective import anchor_rows
 from bebop.mtp.heads.mimo import Head
 
@@ -67,7 +68,7 @@ def score_text(
     anchor; where all are, a ValueError."""
     kept = [i for i, row in enumerate(rows) if len(row.response_ids) > 1]
     if not kept:
-        raise ValueError(f"sampled text: 0 of {len(rows)} responses have the 2 tokens that a draft needs")
+        raise BadInput(f"sampled text: 0 of {len(rows)} responses have the 2 tokens that a draft needs")
     generator = torch.Generator().manual_seed(seed)
     longer = [rows[i] for i in kept]
     for _ in range(depth):

@@ -19,6 +19,7 @@ from bebop_kernels import tv_statistics
 from torch import Tensor
 
 from bebop.data.batches import TrainBatch
+from bebop.errors import BadInput
 from bebop.head_training.objective import anchor_rows
 from bebop.losses import accepted_at_anchors, expected_acceptance
 from bebop.mtp import MtpHead
@@ -125,7 +126,7 @@ def anchor_statistics(
 def join(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Statistics [K,n] of several batches as one [K,N]. Raises ValueError without an anchor."""
     if not parts or not any(part["alpha"].shape[1] for part in parts):
-        raise ValueError("text to score: 0 anchors; it needs sequences longer than the draft depth")
+        raise BadInput("text to score: 0 anchors; it needs sequences longer than the draft depth")
     return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
 
 

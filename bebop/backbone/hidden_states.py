@@ -31,6 +31,7 @@ from tqdm import tqdm
 from bebop.backbone import Backbone
 from bebop.data.batches import IndexedBatch, TrainBatch, pack_rows, train_batch
 from bebop.data.self_distill import TextRow, fingerprint
+from bebop.errors import BadInput
 from bebop.store.files import file_lock
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class HiddenStates:
             self._states = torch.empty(self._bounds[-1], self._width, dtype=self._dtype)
             self._fill(self._states, rows, max_tokens)
         elif file is None:
-            raise ValueError(f"file=None with how={how!r}: expected where the states are to be kept")
+            raise BadInput(f"file=None with how={how!r}: expected where the states are to be kept")
         else:
             self._states = self._mapped(file, rows, max_tokens, name, size, identity)
 
@@ -146,7 +147,7 @@ class HiddenStates:
 def _check_room(name: str, how: str, size: int, free: int | None) -> None:
     if free is not None and size > SHARE * free:
         other = {"memory": "disk or stream", "disk": "stream"}[how]
-        raise ValueError(
+        raise BadInput(
             f"data.cache_hidden={how}: hidden states of the {name} take {_human(size)}, {_human(free)} are free; "
             f"set data.cache_hidden={other}"
         )

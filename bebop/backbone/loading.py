@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bebop.errors import BadInput
 from bebop.mtp import family_of
 from bebop.mtp.checkpoint import Tensors, read_config
 from bebop.mtp.families import decoder_config
@@ -73,7 +74,7 @@ def load_backbone(path: Path, *, dtype: torch.dtype, device: str | torch.device 
 
     path = Path(path)
     if not (path / "config.json").is_file():
-        raise ValueError(f"policy {path}: no config.json there; expected a Hugging Face directory")
+        raise BadInput(f"policy {path}: no config.json there; expected a Hugging Face directory")
     raw = read_config(path)
     roots = family_of(raw, path).roots(Tensors(path), decoder_config(raw))
     stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(path))]
@@ -90,13 +91,13 @@ def _checked_lengths(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor
     lengths = cu_seqlens.diff().tolist()
     total = len(input_ids)
     if cu_seqlens[0] != 0 or cu_seqlens[-1] != total or min(lengths, default=0) < 1 or len(position_ids) != total:
-        raise ValueError(
+        raise BadInput(
             f"cu_seqlens={cu_seqlens.tolist()} with {total} input_ids and {len(position_ids)} position_ids: expected "
             "rising bounds from 0 to the number of tokens, and one position for each token"
         )
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocab_size:
-        raise ValueError(f"input_ids between {low} and {high}: expected ids in [0, {vocab_size})")
+        raise BadInput(f"input_ids between {low} and {high}: expected ids in [0, {vocab_size})")
     return lengths
 
 

@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from bebop.config import BenchConfig
+from bebop.errors import BenchError
 from bebop.monitor import write_summary
 
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "kernels" / "bench"
-
-
-class BenchError(RuntimeError):
-    """The bench's process failed; its own message is above this one."""
 
 
 def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:

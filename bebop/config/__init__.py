@@ -4,7 +4,6 @@ from bebop.config.commands import (
     COMMANDS,
     Bench,
     BenchConfig,
-    ConfigError,
     Data,
     DemoConfig,
     Doctor,
@@ -38,6 +37,7 @@ from bebop.config.commands import (
     check_tasks,
     check_untruncated,
 )
+from bebop.errors import ConfigError
 
 __all__ = [
     "COMMANDS",

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from bebop.config.sections import Section
+from bebop.errors import BadInput
 
 
 class KernelBench(Section):
@@ -68,5 +69,5 @@ class Bench(Section):
     @model_validator(mode="after")
     def _each_size_once(self) -> Bench:
         if len(set(self.batch_sizes)) < len(self.batch_sizes):
-            raise ValueError(f"bench.batch_sizes={self.batch_sizes}: expected each of them once")
+            raise BadInput(f"bench.batch_sizes={self.batch_sizes}: expected each of them once")
         return self

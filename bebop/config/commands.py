@@ -33,6 +33,7 @@ from bebop.config.sections import (
     Trainer,
     TreeName,
 )
+from bebop.errors import ConfigError
 
 __all__ = [
     "COMMANDS",
@@ -72,10 +73,6 @@ __all__ = [
     "check_tasks",
     "check_untruncated",
 ]
-
-
-class ConfigError(ValueError):
-    """A config that cannot run. Its message is one line: the key, what came, what was expected."""
 
 
 class Run(Section):

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bebop.errors import BadInput
+
 KEY = "rollout.draft_schedule"
 
 
@@ -28,13 +30,13 @@ class Range(NamedTuple):
 def parse(schedule: Mapping[str, int]) -> tuple[Range, ...]:
     """Ranges in rising order. Raises ValueError on what is no range, overlaps, or leaves batch size 1 without a k."""
     if not isinstance(schedule, Mapping) or not schedule:
-        raise ValueError(f'{KEY}={schedule!r}: expected ranges of batch sizes such as {{"1-16": 3, "17+": 0}}')
+        raise BadInput(f'{KEY}={schedule!r}: expected ranges of batch sizes such as {{"1-16": 3, "17+": 0}}')
     ranges = [_range(key, k) for key, k in schedule.items()]
     if ranges[0].first != 1:
-        raise ValueError(f"{KEY}: the first range is {next(iter(schedule))!r}; it must begin at batch size 1")
+        raise BadInput(f"{KEY}: the first range is {next(iter(schedule))!r}; it must begin at batch size 1")
     for before, after in itertools.pairwise(ranges):
         if before.last is None or after.first <= before.last:
-            raise ValueError(f"{KEY}: {_name(after)!r} after {_name(before)!r}: ranges must rise without overlap")
+            raise BadInput(f"{KEY}: {_name(after)!r} after {_name(before)!r}: ranges must rise without overlap")
     return tuple(ranges)
 
 
@@ -42,7 +44,7 @@ def k_for(batch: int, schedule: Mapping[str, int] | tuple[Range, ...]) -> int:
     """Draft length at a batch of `batch` requests. Raises ValueError for a batch below 1."""
     ranges = schedule if isinstance(schedule, tuple) else parse(schedule)
     if batch < 1:
-        raise ValueError(f"a batch of {batch} requests: expected 1 or more")
+        raise BadInput(f"a batch of {batch} requests: expected 1 or more")
     return next(entry.k for entry in reversed(ranges) if entry.first <= batch)
 
 
@@ -51,7 +53,7 @@ def read(path: Path) -> dict[str, int]:
     try:
         content = json.loads(Path(path).read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{KEY}={path}: {error}; expected the schedule.json of a bench, or a mapping") from None
+        raise BadInput(f"{KEY}={path}: {error}; expected the schedule.json of a bench, or a mapping") from None
     schedule = content.get("schedule", content) if isinstance(content, dict) else content
     parse(schedule)
     return schedule
@@ -69,7 +71,7 @@ def from_sizes(best: Mapping[int, int]) -> dict[str, int]:
     """
     sizes = sorted(best)
     if not sizes:
-        raise ValueError("no batch size was measured")
+        raise BadInput("no batch size was measured")
     starts = [(1, best[sizes[0]])]
     for size in sizes[1:]:
         if best[size] != starts[-1][1]:
@@ -84,13 +86,13 @@ def from_sizes(best: Mapping[int, int]) -> dict[str, int]:
 def _range(key: Any, k: Any) -> Range:
     found = re.fullmatch(r"([1-9]\d*)(?:(\+)|-([1-9]\d*))?", str(key))
     if not found:
-        raise ValueError(f'{KEY}: {key!r} is no range of batch sizes; expected "1-16", "8" or "64+"')
+        raise BadInput(f'{KEY}: {key!r} is no range of batch sizes; expected "1-16", "8" or "64+"')
     if isinstance(k, bool) or not isinstance(k, int) or k < 0:
-        raise ValueError(f"{KEY}: {key!r}: {k!r} is no draft length; expected a whole number, 0 for none")
+        raise BadInput(f"{KEY}: {key!r}: {k!r} is no draft length; expected a whole number, 0 for none")
     first = int(found[1])
     last = None if found[2] else int(found[3] or first)
     if last is not None and last < first:
-        raise ValueError(f"{KEY}: {key!r} ends before it begins")
+        raise BadInput(f"{KEY}: {key!r} ends before it begins")
     return Range(first, last, k)
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from bebop.config import COMMANDS, ConfigError, FilePath
+from bebop.config import COMMANDS, FilePath
 from bebop.config.messages import field_names, nearest
+from bebop.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"

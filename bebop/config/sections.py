@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from bebop.config import draft_schedule as schedules
+from bebop.errors import BadInput
 
 LossName = Literal["hard_ce", "kl", "reverse_kl", "tv", "e2e_tv", "lk", "lk_hybrid"]
 Rule = Literal["rejection", "target_only", "block"]
@@ -77,7 +78,7 @@ class Model(Section):
     @model_validator(mode="after")
     def _path_goes_with_hf(self) -> Model:
         if (self.name == "hf") != (self.path is not None):
-            raise ValueError(f"model.name={self.name} with model.path={self.path}: name=hf and a path go together")
+            raise BadInput(f"model.name={self.name} with model.path={self.path}: name=hf and a path go together")
         return self
 
 
@@ -103,9 +104,9 @@ class Data(Section):
     @model_validator(mode="after")
     def _source_has_its_file(self) -> Data:
         if self.source == "parquet" and self.path is None:
-            raise ValueError("data.source=parquet without a file: set data.path=<file>.parquet")
+            raise BadInput("data.source=parquet without a file: set data.path=<file>.parquet")
         if self.source != "parquet" and self.path is not None:
-            raise ValueError(f"data.path={self.path} with data.source={self.source}: set data.source=parquet")
+            raise BadInput(f"data.path={self.path} with data.source={self.source}: set data.source=parquet")
         return self
 
 
@@ -128,7 +129,7 @@ class Loss(Section):
     def _kernel_is_there(self) -> Loss:
         for key, name in (("name", self.name), ("warmup", self.warmup)):
             if self.impl in ("triton", "cpu") and name not in ("tv", "e2e_tv", "lk", "auto", None):
-                raise ValueError(
+                raise BadInput(
                     f"loss.impl={self.impl} with loss.{key}={name}: only tv, e2e_tv and lk have kernels; "
                     "set loss.impl=auto"
                 )
@@ -176,13 +177,13 @@ class Sft(Section):
     @model_validator(mode="after")
     def _something_to_do(self) -> Sft:
         if not self.steps + self.regression_steps:
-            raise ValueError("sft.steps=0 with sft.regression_steps=0: expected at least one step; set one of them")
+            raise BadInput("sft.steps=0 with sft.regression_steps=0: expected at least one step; set one of them")
         return self
 
     @model_validator(mode="after")
     def _checkpointing_needs_whole_parameters(self) -> Sft:
         if self.activation_checkpointing and self.zero_stage == 3:
-            raise ValueError(
+            raise BadInput(
                 "sft.activation_checkpointing=true with sft.zero_stage=3: a recomputed forward would meet released "
                 "parameters; set sft.zero_stage=2 or sft.activation_checkpointing=false"
             )
@@ -250,13 +251,13 @@ class RolloutSection(Section):
             ("tree", self.tree, "none"),
         ):
             if value != wanted:
-                raise ValueError(
+                raise BadInput(
                     f"rollout.draft_schedule={shown} with rollout.{key}={value}: set rollout.{key}={wanted}, or "
                     "rollout.draft_schedule=null"
                 )
         most = max(self.draft_schedule.values())
         if most > self.num_speculative_tokens:
-            raise ValueError(
+            raise BadInput(
                 f"rollout.draft_schedule={shown} drafts {most} tokens, rollout.num_speculative_tokens="
                 f"{self.num_speculative_tokens}: raise rollout.num_speculative_tokens or lower the schedule"
             )
@@ -267,18 +268,18 @@ class RolloutSection(Section):
         if self.tree == "none":
             return self
         if self.engine != "torch":
-            raise ValueError(f"rollout.tree={self.tree} with rollout.engine={self.engine}: set rollout.engine=torch")
+            raise BadInput(f"rollout.tree={self.tree} with rollout.engine={self.engine}: set rollout.engine=torch")
         if self.speculation != "mtp":
-            raise ValueError(
+            raise BadInput(
                 f"rollout.tree={self.tree} with rollout.speculation={self.speculation}: set rollout.speculation=mtp"
             )
         if self.rule != "rejection":
-            raise ValueError(
+            raise BadInput(
                 f"rollout.tree={self.tree} with rollout.rule={self.rule}: a tree brings its own rule; "
                 "set rollout.rule=rejection, or rollout.tree=none"
             )
         if self.tree_leads != "auto" and not 0 <= self.tree_leads < self.tree_width:
-            raise ValueError(
+            raise BadInput(
                 f"rollout.tree_leads={self.tree_leads}: expected auto or 0 to rollout.tree_width - 1 = "
                 f"{self.tree_width - 1}"
             )
@@ -315,7 +316,7 @@ class Trainer(Section):
     @model_validator(mode="after")
     def _async_needs_a_correction(self) -> Trainer:
         if self.mode != "sync" and self.importance_correction == "none":
-            raise ValueError(
+            raise BadInput(
                 f"trainer.importance_correction=none with trainer.mode={self.mode}: asynchronous samples come from an "
                 "older policy; set trainer.importance_correction=token or sequence, or trainer.mode=sync"
             )
@@ -386,7 +387,7 @@ class Doctor(Section):
     @model_validator(mode="after")
     def _fixes_are_for_vllm(self) -> Doctor:
         if self.engine != "vllm" and not self.engine_fixes:
-            raise ValueError(
+            raise BadInput(
                 f"doctor.engine_fixes=false with doctor.engine={self.engine}: the fixes are vLLM's; "
                 "set doctor.engine=vllm"
             )

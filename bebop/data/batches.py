@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bebop.data.packing import PackedBatch, anchor_labels, anchors, pack, target_index
 from bebop.data.self_distill import TextRow
+from bebop.errors import BadInput
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def trainable(rows: Sequence[TextRow], depth: int, name: str) -> list[TextRow]:
     if not kept:
         given = any(row.logprobs is None for row in rows)
         hint = "give longer text or raise rollout.max_model_len" if given else "raise data.max_response_tokens"
-        raise ValueError(
+        raise BadInput(
             f"{name}: 0 of {len(rows)} sequences have the {depth + 1} supervised tokens in a row that depth {depth} "
             f"needs; lower sft.depth, or {hint}"
         )

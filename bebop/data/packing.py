@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bebop.data.labels import IGNORE, mtp_labels
+from bebop.errors import BadInput
 
 
 class TokenSequence(NamedTuple):
@@ -49,9 +50,9 @@ def pack(sequences: Iterable[tuple[Sequence[int], Sequence[int]]], max_tokens: i
     used, num_sequences, num_supervised = 0, 0, 0
     for index, (ids, mask) in enumerate(sequences):
         if len(ids) != len(mask):
-            raise ValueError(f"sequences: number {index} has {len(ids)} ids and a loss mask of {len(mask)}")
+            raise BadInput(f"sequences: number {index} has {len(ids)} ids and a loss mask of {len(mask)}")
         if len(ids) > max_tokens:
-            raise ValueError(
+            raise BadInput(
                 f"sequences: number {index} has {len(ids)} tokens, more than max_tokens={max_tokens}; "
                 "raise sft.batch_tokens, or lower data.max_response_tokens (rollout.max_model_len where text is given)"
             )
@@ -67,7 +68,7 @@ def pack(sequences: Iterable[tuple[Sequence[int], Sequence[int]]], max_tokens: i
     if open_batch:
         batches.append(_batch(open_batch))
     if not num_supervised:
-        raise ValueError(
+        raise BadInput(
             f"sequences: no supervised token in {num_sequences} sequences, nothing to train on; "
             "check that the chat template marks the assistant's turn and that responses are not cut off"
         )
@@ -96,7 +97,7 @@ def anchor_labels(batch: PackedBatch, anchor_positions: Tensor, depth: int) -> T
 
 def _check_depth(depth: int) -> None:
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise ValueError(f"depth={depth!r}: expected an integer of at least 1")
+        raise BadInput(f"depth={depth!r}: expected an integer of at least 1")
 
 
 def _batch(sequences: list[tuple[Sequence[int], Sequence[int]]]) -> PackedBatch:

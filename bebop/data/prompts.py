@@ -16,6 +16,7 @@ from typing import Any
 from bebop.config import Data, Task
 from bebop.data.tasks import dataset, has_verifier, num_items, worked_solution
 from bebop.data.tokenizer import encode_prompt
+from bebop.errors import BadInput
 from bebop.records import Prompt
 
 log = logging.getLogger(__name__)
@@ -44,9 +45,9 @@ def make_prompts(tasks: Sequence[Task], n: int, seed: int, split: str, *, soluti
     them. Raises ValueError on an unknown task, parameter or split, or a task that has no question in the split.
     """
     if split not in SPLITS:
-        raise ValueError(f"split={split!r}: expected one of {', '.join(SPLITS)}")
+        raise BadInput(f"split={split!r}: expected one of {', '.join(SPLITS)}")
     if not tasks:
-        raise ValueError("data.tasks is empty: name at least one task")
+        raise BadInput("data.tasks is empty: name at least one task")
     draw = random.Random(f"{split}/{seed}")
     chosen = draw.choices(range(len(tasks)), weights=[task.weight for task in tasks], k=n)
     streams = [_Questions(task, seed, split, place) for place, task in enumerate(tasks)]
@@ -68,7 +69,7 @@ class _Questions:
             item = self.items[self.index]
             if split_of(item["question"]) == self.split:
                 return self._prompt(item, solutions)
-        raise ValueError(
+        raise BadInput(
             f"data.tasks {self.task.name} params={self.task.params}: no question of split {self.split} "
             f"in {MAX_TRIES} tries; give the task more digits, terms or values"
         )
@@ -94,7 +95,7 @@ def encode_prompts(prompts: Sequence[Prompt], data: Data, tokenizer: Any) -> lis
     if len(short) < len(encoded):
         log.info("text: %d prompts are longer than data.max_prompt_tokens and left out", len(encoded) - len(short))
     if not short:
-        raise ValueError(
+        raise BadInput(
             f"data.max_prompt_tokens={data.max_prompt_tokens}: all {len(encoded)} prompts are longer, the shortest has "
             f"{min(len(ids) for _, ids in encoded)} tokens; raise it"
         )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bebop.data.self_distill import TextRow
+from bebop.errors import BadInput
 from bebop.records import Prompt
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def chat_of(row: TextRow | Prompt) -> str:
 def _column(names: Sequence[str], path: Path) -> str:
     column = next((name for name in COLUMNS if name in names), None)
     if column is None:
-        raise ValueError(f"data.path={path}: has columns {', '.join(names)}, expected one of {', '.join(COLUMNS)}")
+        raise BadInput(f"data.path={path}: has columns {', '.join(names)}, expected one of {', '.join(COLUMNS)}")
     return column
 
 
@@ -112,7 +113,7 @@ def _report(path: Path, rows: Sequence[tuple[str, Ids, Ids, Ids]], made: Sequenc
 def require_supervision(rows: Sequence[TextRow], source: str) -> None:
     """Raise ValueError where no token of the whole set is supervised: the template or the limit is wrong, not a row."""
     if not any(any(row.response_mask) for row in rows):
-        raise ValueError(
+        raise BadInput(
             f"{source}: 0 supervised tokens in {len(rows)} sequences; the tokenizer's chat template renders no "
             "assistant turn behind its generation prompt: check chat_template in the policy's tokenizer files, or give "
             "the text in a column `text`; or raise rollout.max_model_len where prompts alone are as long"
@@ -121,7 +122,7 @@ def require_supervision(rows: Sequence[TextRow], source: str) -> None:
 
 def _from_text(row: Mapping[str, Any], tokenizer: Any, path: Path) -> _Made:
     if not isinstance(row["text"], str):
-        raise ValueError(f"data.path={path}: column text holds {type(row['text']).__name__}, expected a string")
+        raise BadInput(f"data.path={path}: column text holds {type(row['text']).__name__}, expected a string")
     ids = tokenizer(row["text"], add_special_tokens=False)["input_ids"]
     return _Made([(ids[:1], ids[1:], [1] * max(0, len(ids) - 1))])  # nothing predicts the first token
 
@@ -140,7 +141,7 @@ def _from_messages(row: Mapping[str, Any], tokenizer: Any, path: Path) -> _Made:
     """
     messages = row["messages"]
     if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
-        raise ValueError(f"data.path={path}: column messages expects lists of {{role, content}}, got {messages!r:.80}")
+        raise BadInput(f"data.path={path}: column messages expects lists of {{role, content}}, got {messages!r:.80}")
 
     def render(upto: int, prompt: bool) -> Ids:
         return list(
@@ -186,6 +187,6 @@ def _user_text(prompt: Any, path: Path) -> str:
         return prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], Mapping) and "content" in prompt[0]:
         return prompt[0]["content"]
-    raise ValueError(
+    raise BadInput(
         f"data.path={path}: column prompt holds {prompt!r:.80}, expected a string or a list of one {{role, content}}"
     )

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from bebop.config import EvalConfig, SftConfig
+from bebop.errors import BadInput
 from bebop.records import Prompt, Rollout, Sampling
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ def self_distill(
     ]
     if not rows:
         reasons = sorted({r.finish_reason for r in rollouts})
-        raise ValueError(f"self-distillation: 0 of {len(prompts)} prompts got a response, finish reasons {reasons}")
+        raise BadInput(f"self-distillation: 0 of {len(prompts)} prompts got a response, finish reasons {reasons}")
     return rows
 
 

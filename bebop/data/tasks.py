@@ -11,6 +11,7 @@ from typing import Any
 
 from bebop.data import open_prompts
 from bebop.data.worked_solutions import WRITERS, Hand
+from bebop.errors import BadInput
 from bebop.records import Prompt
 
 ANSWER = "Answer:"
@@ -30,7 +31,7 @@ def num_items(name: str) -> int:
 def _dataset(name: str, params: str) -> Any:
     if name == open_prompts.NAME:
         if json.loads(params):
-            raise ValueError(f"data.tasks {name}: takes no params, got {params}")
+            raise BadInput(f"data.tasks {name}: takes no params, got {params}")
         return open_prompts.OpenPrompts()
     # The package whole before its registry: verifiers run in threads, and a thread that imports the registry alone
     # while another is still importing the package finds it half filled.
@@ -41,15 +42,15 @@ def _dataset(name: str, params: str) -> Any:
     if name not in DATASETS:
         like = difflib.get_close_matches(name, DATASETS, n=1)
         hint = f"did you mean {like[0]}?" if like else f"those with worked solutions are {', '.join(WRITERS)}"
-        raise ValueError(f"data.tasks name={name!r}: reasoning-gym has no such data set; {hint}")
+        raise BadInput(f"data.tasks name={name!r}: reasoning-gym has no such data set; {hint}")
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(params).items()}
     for key in ("seed", "size"):
         if key in values:
-            raise ValueError(f"data.tasks {name}: params.{key} is bebop's own (seed, num_prompts); leave it out")
+            raise BadInput(f"data.tasks {name}: params.{key} is bebop's own (seed, num_prompts); leave it out")
     try:
         return create_dataset(name, seed=0, size=num_items(name), **values)
     except (TypeError, AssertionError, ValueError) as error:
-        raise ValueError(f"data.tasks {name} params={values}: reasoning-gym refuses them: {error}") from None
+        raise BadInput(f"data.tasks {name} params={values}: reasoning-gym refuses them: {error}") from None
 
 
 def dataset(name: str, params: Mapping[str, Any]) -> Any:
@@ -80,7 +81,7 @@ def extract_answer(response: str) -> str | None:
 def score(prompt: Prompt, response: str) -> float:
     """Reward in [0, 1]: reasoning-gym's verifier on the extracted answer; 0 for a response without an answer line."""
     if not has_verifier(prompt.task):
-        raise ValueError(f"data.tasks name={prompt.task}: has no verifier, so no reward; choose another task")
+        raise BadInput(f"data.tasks name={prompt.task}: has no verifier, so no reward; choose another task")
     answer = extract_answer(response)
     if answer is None:
         return 0.0

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from bebop.errors import BadInput
 from bebop.records import Prompt
 
 # Fixed words of the tasks' questions and of our worked solutions; one token each behind a space, a few pieces at
@@ -47,7 +48,7 @@ def write_integer_tokenizer(directory: Path, size: int) -> None:
     letters = [char for _, char in sorted(_byte_characters().items())]
     letters = letters[ord("a") :] + letters[: ord("a")]
     if not 4 <= size <= len(letters) + 1:
-        raise ValueError(f"vocab={size}: an integer vocabulary has 4 to {len(letters) + 1} ids")
+        raise BadInput(f"vocab={size}: an integer vocabulary has 4 to {len(letters) + 1} ids")
     vocab = {END: 0} | {letter: i + 1 for i, letter in enumerate(letters[: size - 1])}
     _write(directory, vocab, [], (END,), pad=END)
 
@@ -65,7 +66,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     Raises ValueError where the tokenizer has no chat template.
     """
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise BadInput(
             f"tokenizer of {tokenizer.name_or_path}: it has no chat template; add chat_template.jinja to the policy"
         )
     messages = [{"role": "user", "content": prompt.text}]

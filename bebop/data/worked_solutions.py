@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bebop.errors import BadInput
+
 WORDS = ("First", "Now", "Then", "Next", "So")
 MARKED, UNMARKED = "Answer:", "So"
 
@@ -28,7 +30,7 @@ class Hand:
     def __init__(self, slip_rate: float = 0.0, unmarked_share: float = 0.0, seed: int | str | None = None) -> None:
         for name, value in (("slip_rate", slip_rate), ("unmarked_share", unmarked_share)):
             if not 0 <= value <= 1:
-                raise ValueError(f"{name}={value}: expected a share, 0 to 1")
+                raise BadInput(f"{name}={value}: expected a share, 0 to 1")
         self.slip_rate, self.unmarked_share = slip_rate, unmarked_share
         self._random = None if seed is None else random.Random(seed)
 

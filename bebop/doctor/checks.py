@@ -14,7 +14,8 @@ from torch import Tensor
 
 from bebop.config import DoctorConfig, RolloutSection
 from bebop.doctor import exact
-from bebop.engines import EngineError, RolloutEngine, make_engine
+from bebop.engines import RolloutEngine, make_engine
+from bebop.errors import EngineError
 from bebop.records import Rollout, Sampling
 
 VOCABULARY = 8

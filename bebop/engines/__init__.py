@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 
 from bebop.config import RolloutSection, check_depth
-from bebop.engines.protocol import EngineDied, EngineError, EngineRefused, RolloutEngine
+from bebop.engines.protocol import RolloutEngine
+from bebop.errors import EngineDied, EngineError, EngineRefused
 
 logger = logging.getLogger("bebop.engines")
 

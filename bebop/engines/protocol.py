@@ -14,18 +14,6 @@ from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
-class EngineError(RuntimeError):
-    """Anything that a rollout engine refuses or fails at; one line."""
-
-
-class EngineRefused(EngineError):
-    """The engine cannot do what was asked without changing the sampled distribution, or cannot do it at all."""
-
-
-class EngineDied(EngineError):
-    """The engine's process ended or broke; nothing more can be generated. Carries the engine's own error."""
-
-
 @dataclass(frozen=True)
 class Step:
     """One step of an engine, as its owner saw it end."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bebop.errors import BadInput
+
 HEAD_PREFIX = "model.mtp_layers."
 
 
@@ -14,17 +16,17 @@ def replace_tensors(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> Non
     held = sum(name in views for name in heads)
     if held < len(heads):
         holds = sum(name.startswith(HEAD_PREFIX) for name in views)
-        raise ValueError(
+        raise BadInput(
             f"{held} of {len(heads)} head tensors can be loaded: the engine holds {holds}; "
             "heads need rollout.speculation=mtp and the checkpoint's own names"
         )
     for name, tensor in tensors.items():
         if name not in views:
-            raise ValueError(f"{name}: the engine holds no tensor of this name")
+            raise BadInput(f"{name}: the engine holds no tensor of this name")
         if tensor.shape != views[name].shape:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}, the engine holds {list(views[name].shape)}")
+            raise BadInput(f"{name} has shape {list(tensor.shape)}, the engine holds {list(views[name].shape)}")
         if not torch.isfinite(tensor).all():
-            raise ValueError(f"{name} holds values that are not finite; the update was refused")
+            raise BadInput(f"{name} holds values that are not finite; the update was refused")
     with torch.no_grad():
         for name, tensor in tensors.items():
             views[name].copy_(tensor)

@@ -13,12 +13,13 @@ import torch
 from bebop.acceptance.per_document import Anchors, score_text
 from bebop.acceptance.scores import acceptance_of
 from bebop.backbone import Backbone, load_backbone
-from bebop.config import ConfigError, EvalConfig
+from bebop.config import EvalConfig
 from bebop.data import load_tokenizer, make_prompts, score
 from bebop.data.prompts import encode_prompts
 from bebop.data.provided import load_parquet
 from bebop.data.self_distill import TextRow, rollout_sampling, sample_all
 from bebop.engines import make_engine
+from bebop.errors import ConfigError
 from bebop.evaluate import samples, slopes
 from bebop.evaluate.agreement import Agreement, compare
 from bebop.evaluate.figures import write_figures

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bebop.config import Loss
 from bebop.data.batches import TrainBatch
+from bebop.errors import BadInput
 from bebop.losses import head_loss, hidden_regression
 from bebop.mtp import draft_hidden
 from bebop.mtp.heads.mimo import Head
@@ -81,6 +82,6 @@ def _checkpoint_mlps(head: nn.Module) -> None:
     width per token and depth, are the greatest that a head keeps. Parameters keep their names."""
     found = [module for name, module in head.named_modules() if re.fullmatch(r"(?:(?!mlp\.)\w+\.)*mlp", name)]
     if not found:
-        raise ValueError("sft.activation_checkpointing=true: the head has no MLP to checkpoint; set it to false")
+        raise BadInput("sft.activation_checkpointing=true: the head has no MLP to checkpoint; set it to false")
     for module in found:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)

@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from bebop.errors import BadInput
+
 
 def e2e_tv(alpha: Tensor) -> Tensor:
     """End-to-end TV loss per anchor, 1 - (1/K) sum_j prod_{i<=j} alpha_i (Bebop eq. 13).
@@ -79,9 +81,9 @@ def accepted_at_anchors(
     _check_depths("alpha", alpha)
     for argument, value in (("target_logprob", target_logprob), ("draft_logprob", draft_logprob)):
         if value.shape != alpha.shape:
-            raise ValueError(f"{argument}: shape {list(value.shape)}, expected alpha's {list(alpha.shape)}")
+            raise BadInput(f"{argument}: shape {list(value.shape)}, expected alpha's {list(alpha.shape)}")
     if alpha.isnan().any():
-        raise ValueError("alpha: NaN, expected numbers")
+        raise BadInput("alpha: NaN, expected numbers")
     kept = accepted_given_text(target_logprob, draft_logprob)
     rejection = torch.cat([torch.ones_like(kept[:1]), kept[:-1]]) * alpha.double()
     if rule == "rejection":
@@ -99,14 +101,14 @@ def accepted_given_text(target_logprob: Tensor, draft_logprob: Tensor, *, rule: 
     for argument, value in (("target_logprob", target_logprob), ("draft_logprob", draft_logprob)):
         _check_depths(argument, value)
         if value.isnan().any():
-            raise ValueError(f"{argument}: NaN, expected numbers")
+            raise BadInput(f"{argument}: NaN, expected numbers")
     impossible = target_logprob == -torch.inf  # the target cannot have sampled it: no weight; -inf - -inf were NaN
     log_ratio = (draft_logprob.double() - target_logprob.double()).masked_fill(impossible, -torch.inf)
     if rule == "rejection":
         return log_ratio.clamp(max=0).exp().cumprod(0)
     if rule == "block":
         return log_ratio.cumsum(0).clamp(max=0).cummin(0).values.exp()
-    raise ValueError(f"rule={rule!r}: expected one of {', '.join(get_args(ChainRule))}")
+    raise BadInput(f"rule={rule!r}: expected one of {', '.join(get_args(ChainRule))}")
 
 
 def _standard_error(samples: Tensor, num: int) -> Tensor:
@@ -117,4 +119,4 @@ def _standard_error(samples: Tensor, num: int) -> Tensor:
 
 def _check_depths(argument: str, value: Tensor) -> None:
     if value.dim() != 2 or value.shape[0] < 1:
-        raise ValueError(f"{argument}: shape {list(value.shape)}, expected [K, N] with K at least 1")
+        raise BadInput(f"{argument}: shape {list(value.shape)}, expected [K, N] with K at least 1")

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from bebop_kernels import TvStatistics, linear_rows, linear_tv_overlap, tv_statistics
 from torch import Tensor
 
+from bebop.errors import BadInput
 from bebop.losses import divergences
 from bebop.losses.acceptance import e2e_tv
 
@@ -54,7 +55,7 @@ def head_loss(
             per_anchor = -alpha.clamp(min=MIN_ALPHA).log().mean(0)
     elif name in LOSSES:
         if impl not in ("auto", "reference"):
-            raise ValueError(f"impl={impl!r}: the loss {name} has no such kernel; set loss.impl to auto or reference")
+            raise BadInput(f"impl={impl!r}: the loss {name} has no such kernel; set loss.impl to auto or reference")
         row_function = getattr(divergences, name)
         if name == "hard_ce":
             _check_labels(labels, target_index, weight.shape[0])
@@ -64,7 +65,7 @@ def head_loss(
         )
         per_anchor = per_depth.mean(0)
     else:
-        raise ValueError(f"name={name!r}: expected one of {', '.join(LOSSES)}; set loss.name")
+        raise BadInput(f"name={name!r}: expected one of {', '.join(LOSSES)}; set loss.name")
     if tau_max is not None and name in ("tv", "e2e_tv"):
         per_anchor = per_anchor.clamp(max=tau_max)
     loss = per_anchor.mean() if per_anchor.numel() else draft_hidden.float().sum() * 0
@@ -112,11 +113,9 @@ def score_drafts(
 
 def _check_labels(labels: Tensor, target_index: Tensor, vocab_size: int) -> None:
     if labels.dtype != torch.int64 or labels.shape != target_index.shape:
-        raise ValueError(
-            f"labels: {labels.dtype} {list(labels.shape)}, expected torch.int64 {list(target_index.shape)}"
-        )
+        raise BadInput(f"labels: {labels.dtype} {list(labels.shape)}, expected torch.int64 {list(target_index.shape)}")
     if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= vocab_size):
-        raise ValueError(
+        raise BadInput(
             f"labels: values {int(labels.min())}..{int(labels.max())}, expected token ids in [0, {vocab_size}); "
             "anchors whose horizon is not supervised must be dropped before"
         )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bebop.errors import BadInput
+
 
 def hidden_regression(draft_hidden: Tensor, target_hidden: Tensor, target_index: Tensor) -> Tensor:
     """Mean squared error of the draft rows over the targets' mean square, a scalar; 1 for rows of zeros.
@@ -19,7 +21,7 @@ def hidden_regression(draft_hidden: Tensor, target_hidden: Tensor, target_index:
     """
     depths, anchors, width = draft_hidden.shape
     if target_index.shape != (depths, anchors) or target_hidden.shape[-1] != width:
-        raise ValueError(
+        raise BadInput(
             f"target_index: {list(target_index.shape)} into target_hidden {list(target_hidden.shape)}, expected "
             f"{[depths, anchors]} into [M, {width}], as draft_hidden {list(draft_hidden.shape)} has it"
         )

@@ -1,5 +1,6 @@
 """Watches a run: its records, and what follows from them. Reads records only, so a finished run can be replayed."""
 
+from bebop.errors import LoggerError
 from bebop.monitor.decision import Decision, MonitorState, decide
 from bebop.monitor.decomposition import (
     Decomposition,
@@ -22,7 +23,7 @@ from bebop.store.run_folder import (
     write_summary,
 )
 from bebop.store.tables import format_table, print_table
-from bebop.store.wandb import LoggerError, WandbSink, check_wandb
+from bebop.store.wandb import WandbSink, check_wandb
 
 __all__ = [
     "Decision",

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from bebop.errors import BadInput
 from bebop.monitor.decomposition import EARLY_STEPS, current, decompose, fewest_steps, num_recent, slope_of
 from bebop.records import DraftCounts, StepRecord
 
@@ -132,4 +133,4 @@ def _by_mismatch(state: MonitorState, evidence: dict[str, Any], fewest: int, num
 
 def _check_range(entropy_range: tuple[float, float] | None) -> None:
     if entropy_range is not None and not (len(entropy_range) == 2 and 0 <= entropy_range[0] <= entropy_range[1]):
-        raise ValueError(f"entropy_range: {entropy_range!r} came, expected two entropies in nats, smallest first")
+        raise BadInput(f"entropy_range: {entropy_range!r} came, expected two entropies in nats, smallest first")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bebop.errors import BadInput
 from bebop.monitor.slope import MIN_POINTS, Slope, fit_slope
 from bebop.records import StepRecord
 
@@ -100,7 +101,7 @@ def slope_of(steps: Sequence[StepRecord]) -> Slope:
     definitions = {definition_of(step) for step in steps}
     if len(definitions) > 1:
         names = "; ".join(sorted(map(str, definitions)))
-        raise ValueError(f"steps: {names} came, expected one definition of acceptance: split_by_definition first")
+        raise BadInput(f"steps: {names} came, expected one definition of acceptance: split_by_definition first")
     return fit_slope([step.entropy_nats for step in steps], [step.acceptance_length for step in steps])
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit
 
+from bebop.errors import BadInput
+
 MIN_POINTS = 4
 MIN_SPAN_NATS = 1e-6  # entropies closer than this to each other are constant
 FIXED_B = (1.9600, 2.9694, 0.4160, -0.5324)  # 97.5 % quantile of the Bartlett t statistic as a cubic in b
@@ -53,7 +55,7 @@ class Slope:
     def line(self, entropy_nats: float) -> tuple[float, float, float]:
         """The fitted line at an entropy, with its 95 % band: value, low, high. Raises ValueError without a fit."""
         if self.status != "ok":
-            raise ValueError(f"line of an undetermined slope ({self.reason}): fit one with status 'ok' first")
+            raise BadInput(f"line of an undetermined slope ({self.reason}): fit one with status 'ok' first")
         x = np.array([1.0, entropy_nats])
         value = self.intercept + self.slope * entropy_nats
         half = self.quantile * math.sqrt(max(0.0, float(x @ np.array(self.covariance) @ x)))
@@ -68,7 +70,7 @@ def fit_slope(entropy: Any, acceptance: Any) -> Slope:
     """
     h, y = _vector(entropy), _vector(acceptance)
     if h.shape != y.shape or h.ndim != 1:
-        raise ValueError(f"entropy, acceptance: shapes {h.shape} and {y.shape} came, expected two equally long vectors")
+        raise BadInput(f"entropy, acceptance: shapes {h.shape} and {y.shape} came, expected two equally long vectors")
     n = len(h)
     if n < MIN_POINTS:
         return _undetermined(n, f"{n} points, a slope needs at least {MIN_POINTS}")

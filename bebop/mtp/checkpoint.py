@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bebop.errors import BadInput
 from bebop.mtp.families import MIMO, claimed_layers, decoder_config, family_of, is_head_name, known_family
 from bebop.records import WeightChecksums
 
@@ -42,7 +43,7 @@ class Tensors(Mapping[str, Tensor]):
         elif (self.path / SINGLE).exists():
             self.files = dict.fromkeys(self._names(SINGLE), SINGLE)
         else:
-            raise ValueError(f"{self.path}: expected {SINGLE} or {INDEX} in it")
+            raise BadInput(f"{self.path}: expected {SINGLE} or {INDEX} in it")
 
     def _names(self, file: str) -> list[str]:
         with safe_open(self.path / file, "pt") as shard:
@@ -51,11 +52,11 @@ class Tensors(Mapping[str, Tensor]):
     def _check_shards(self) -> None:
         for file in sorted(set(self.files.values())):
             if not (self.path / file).exists():
-                raise ValueError(f"{self.path}: {INDEX} names {file}, which is not there")
+                raise BadInput(f"{self.path}: {INDEX} names {file}, which is not there")
             indexed = {name for name, where in self.files.items() if where == file}
             held = set(self._names(file))
             if indexed != held:
-                raise ValueError(
+                raise BadInput(
                     f"{self.path}: {file} and {INDEX} disagree; only in the index {sorted(indexed - held)}, "
                     f"only in the shard {sorted(held - indexed)}"
                 )
@@ -183,18 +184,18 @@ def _check_names(
 ) -> None:
     unknown = sorted(drop - set(source))
     if unknown:
-        raise ValueError(f"drop: {unknown} not in {source.path}, expected names of its tensors")
+        raise BadInput(f"drop: {unknown} not in {source.path}, expected names of its tensors")
     both = sorted(drop & set(new))
     if both:
-        raise ValueError(f"drop: {both} also in head_tensors, expected one or the other")
+        raise BadInput(f"drop: {both} also in head_tensors, expected one or the other")
     strange = sorted(name for name in added if not is_head_name(name, config))
     if strange:
         prefix = family_of(config, source.path).first(decoder_config(config))
-        raise ValueError(f"head_tensors: {strange} not in {source.path}, expected its names or {prefix}*")
+        raise BadInput(f"head_tensors: {strange} not in {source.path}, expected its names or {prefix}*")
     for name in new.keys() - set(added):
         shape = source[name].shape
         if new[name].shape != shape:
-            raise ValueError(
+            raise BadInput(
                 f"head_tensors: {name} is {list(new[name].shape)}, expected {list(shape)} as in {source.path}"
             )
 
@@ -203,7 +204,7 @@ def _check_claims(source_dir: Path, config: dict[str, Any], names: set[str]) -> 
     """Config and tensors must tell of the same MTP layers and the same lm_head. Returns the config to write."""
     decoder = decoder_config(config)
     if not (decoder.get("tie_word_embeddings") or config.get("tie_word_embeddings")) and "lm_head.weight" not in names:
-        raise ValueError(
+        raise BadInput(
             f"{source_dir}: no lm_head.weight, expected one unless config.json sets tie_word_embeddings=true"
         )
     family = known_family(config)
@@ -220,12 +221,12 @@ def _check_claims(source_dir: Path, config: dict[str, Any], names: set[str]) -> 
         config = {**config, "architectures": ["MiMoForCausalLM"]}
     absent = sorted(set(range(claimed)) - layers)
     if absent:
-        raise ValueError(
+        raise BadInput(
             f"{source_dir}: config.json claims {claimed} MTP layers ({family.count_key}), but layer {absent[0]} has "
             f"no tensor; give them in head_tensors or set the key to {len(layers)}"
         )
     if layers and family.projection(decoder) not in names:
-        raise ValueError(f"{source_dir}: MTP layer 0 lacks {family.projection(decoder)}, expected a whole one")
+        raise BadInput(f"{source_dir}: MTP layer 0 lacks {family.projection(decoder)}, expected a whole one")
     return config
 
 

@@ -7,11 +7,15 @@
 | qwen3_5     | qwen3_5_mtp.py, dense and MoE              | after final norm   | after head's norm  | kept       |
 | deepseek_v3 | deepseek_mtp.py                            | after final norm   | after head's norm  | zeroed     |
 | glm4_moe    | glm4_moe_mtp.py (GLM-4.5 to 4.7)           | after final norm   | before head's norm | zeroed     |
+| decoder     | bebop's own (bebop.engines.vllm_engine)    | after final norm   | after head's norm  | kept       |
 
 "Position 0" is what becomes of the token embedding there. MiMo's projection reads the hidden state first, the others'
 the embedding. Embeddings and lm_head are the policy's own in every family: vLLM shares them with the head even where a
 checkpoint carries copies (`shared_head.head`, `embed_tokens`), and serves layer 0 alone, applied K times. So those
 copies and further layers are kept as they are, and never trained.
+
+`decoder` is for policies that were published without heads: fresh heads in Qwen3-Next's layout, around a decoder layer
+of the policy's own class. A directory of it is served by vLLM wherever bebop is installed.
 
 MiMo's model_type is `mimo` as published, `qwen2` in bebop's own layout (bebop.policies.layout): one decoder, Qwen2's.
 
@@ -26,6 +30,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bebop.errors import BadInput
 
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config keys that claim MTP layers
 READ_AS = {"mimo": "qwen2"}  # model types without a decoder of their own in transformers (bebop.mtp.mimo)
@@ -44,6 +50,7 @@ class Family:
     proj: str  # projection of hidden state and embedding behind the prefix, which no layer lacks
     parts: Mapping[str, str]  # part of the head -> its name behind the prefix; "" is all that no other part claims
     shared: tuple[str, ...] = ()  # copies of the policy's own tensors, which the engine ignores
+    architecture: str | None = None  # in config.json's `architectures`: marks the family whatever the model_type
     rotary: str = "RotaryEmbedding"
     zero_at_start: bool = False
     chains_normed: bool = True
@@ -108,7 +115,8 @@ _NUMBERED: dict[str, Any] = {  # the head's layers are numbered on from the deco
 }
 MIMO = Family(
     name="mimo",
-    classes={"qwen2": "Qwen2", "mimo": "Qwen2"},
+    classes={"qwen2": "Qwen2", "mimo": "Qwen2", "qwen3": "Qwen3"},
+    architecture="MiMoForCausalLM",
     count_key="num_nextn_predict_layers",
     prefix="model.mtp_layers.0.",
     heads="model.mtp_layers.",
@@ -117,7 +125,18 @@ MIMO = Family(
     parts={"": ""},
     zero_at_start=True,
 )
+DECODER = Family(
+    name="decoder",
+    classes={"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"},
+    count_key="num_nextn_predict_layers",
+    prefix="mtp.",
+    heads="mtp.",
+    number=r"mtp\.layers\.(\d+)\.",
+    proj="fc",
+    parts=_QWEN,
+)
 FAMILIES = (
+    DECODER,  # before MIMO, which has Qwen3 policies of some shapes only: those are marked by their architecture
     MIMO,
     Family(
         name="qwen3_next",
@@ -152,8 +171,10 @@ def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def known_family(config: Mapping[str, Any]) -> Family | None:
     """The family of a config.json, or None."""
+    named = config.get("architectures") or []
     model_type = decoder_config(config).get("model_type")
-    return next((family for family in FAMILIES if model_type in family.classes), None)
+    marked = [family for family in FAMILIES if family.architecture in named and model_type in family.classes]
+    return next((family for family in (*marked, *FAMILIES) if model_type in family.classes), None)
 
 
 def family_of(config: Mapping[str, Any], where: Path | str = "config.json") -> Family:
@@ -161,7 +182,7 @@ def family_of(config: Mapping[str, Any], where: Path | str = "config.json") -> F
     family = known_family(config)
     if family is None:
         known = ", ".join(f"{each.name} ({'/'.join(each.classes)})" for each in FAMILIES)
-        raise ValueError(
+        raise BadInput(
             f"{where}: no MTP heads are known for model_type={decoder_config(config).get('model_type')}; expected one "
             f"of {known}; another family takes a row of FAMILIES in bebop/mtp/families.py"
         )

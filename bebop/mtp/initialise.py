@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from bebop.errors import BadInput
 from bebop.mtp.checkpoint import Tensors, read_config
 from bebop.mtp.families import MIMO, Family, claimed_layers, decoder_config, family_of
 from bebop.mtp.heads.decoder_layer import ReusedHead
@@ -34,7 +35,7 @@ def load_heads(path: Path) -> Head | None:
     if not claimed and not present:
         return None
     if not claimed and family.count_key in decoder:
-        raise ValueError(f"{path}: MTP tensors without a claim; set {family.count_key}=1 in config.json")
+        raise BadInput(f"{path}: MTP tensors without a claim; set {family.count_key}=1 in config.json")
     head = _new_head(family, path, tensors)
     expected = {name.removeprefix(prefix) for name in head_state(head)}
     missing = sorted(expected - found.keys())
@@ -42,7 +43,7 @@ def load_heads(path: Path) -> Head | None:
     if family.parts.get("layer") == "layers.0":  # the prefix holds further layers too
         unexpected = [name for name in unexpected if not name.startswith("layers.") or name.startswith("layers.0.")]
     if missing or unexpected:
-        raise ValueError(
+        raise BadInput(
             f"{path}: {len(found)} tensors {prefix}*, expected {len(expected)}; missing {_few(missing)}, "
             f"unexpected {_few(unexpected)}{_hint(unexpected)}"
         )
@@ -72,7 +73,7 @@ def init_heads(policy_dir: Path, how: Literal["last_layer", "random"] = "last_la
         if how == "last_layer":
             _copy_last_layer(head, tensors)
         elif how != "random":
-            raise ValueError(f"how={how!r}: expected last_layer or random; set model.mtp_init")
+            raise BadInput(f"how={how!r}: expected last_layer or random; set model.mtp_init")
     head.to(tensors[final_norm(tensors)].dtype)
     for name, parameter in head.named_parameters():
         if name.endswith(FLOAT32):
@@ -116,7 +117,7 @@ def _copy_last_layer(head: Head, tensors: Tensors) -> None:
     config, (norm, layer) = head.config, ("final_layernorm", "") if head.family is MIMO else ("norm", "layer")
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     if "full_attention" not in kinds:
-        raise ValueError(f"{tensors.path}: no layer with full attention to copy; set model.mtp_init=random")
+        raise BadInput(f"{tensors.path}: no layer with full attention to copy; set model.mtp_init=random")
     last = max(i for i, kind in enumerate(kinds) if kind == "full_attention")
     prefix = f"{_decoder_prefix(tensors)}layers.{last}."
     source = {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
@@ -124,7 +125,7 @@ def _copy_last_layer(head: Head, tensors: Tensors) -> None:
     parameters = dict(head.named_parameters())
     absent = [name for name in parameters if layer and name.startswith(f"{layer}.") and name not in values]
     if absent:
-        raise ValueError(
+        raise BadInput(
             f"{tensors.path}: layer {last} has no {absent[0].removeprefix(layer + '.')}, as the head's layer; "
             "set model.mtp_init=random"
         )
@@ -146,7 +147,7 @@ def _hint(unexpected: list[str]) -> str:
 def _fill(head: Head, values: dict[str, Tensor]) -> None:
     for name, parameter in head.named_parameters():
         if parameter.shape != values[name].shape:
-            raise ValueError(
+            raise BadInput(
                 f"{head.family.first(head.config)}{name}: shape {list(values[name].shape)}, expected "
                 f"{list(parameter.shape)} by config.json"
             )

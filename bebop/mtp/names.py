@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bebop.errors import BadInput
 from bebop.mtp.families import Family
 
 EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
@@ -54,7 +55,7 @@ def from_checkpoint(parts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> 
         count = 1 + max(number for number, _ in ones)
         absent = [f"{i}.{leaf}" for i in range(count) for leaf in LEAVES if (i, leaf) not in ones]
         if absent:
-            raise ValueError(f"{path}: {count} experts without {', '.join(absent[:4])}; expected each of them whole")
+            raise BadInput(f"{path}: {count} experts without {', '.join(absent[:4])}; expected each of them whole")
         pairs = [torch.cat([ones[i, "gate_proj"], ones[i, "up_proj"]]) for i in range(count)]
         state[f"{path}.gate_up_proj"] = torch.stack(pairs)
         state[f"{path}.down_proj"] = torch.stack([ones[i, "down_proj"] for i in range(count)])

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bebop.errors import BadInput
+
 HEAD = "model.mtp_layers.0."
 ARCHITECTURE = "MiMoForCausalLM"
 
@@ -33,7 +35,7 @@ def config_dict(
 ) -> dict[str, Any]:
     """config.json of a policy. Raises ValueError where the heads do not divide the width into even parts."""
     if hidden_size % (2 * num_heads):
-        raise ValueError(f"hidden_size={hidden_size} with num_heads={num_heads}: each head needs an even, whole width")
+        raise BadInput(f"hidden_size={hidden_size} with num_heads={num_heads}: each head needs an even, whole width")
     return {
         "architectures": [ARCHITECTURE if mtp else "Qwen2ForCausalLM"],
         "model_type": "qwen2",

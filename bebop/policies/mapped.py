@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from bebop.config import Model
-from bebop.mtp.families import FAMILIES, MIMO, known_family
+from bebop.errors import BadInput
+from bebop.mtp.families import DECODER, FAMILIES, MIMO, known_family
 from bebop.policies.layout import ARCHITECTURE, write_metadata, write_with_head
 from bebop.store.files import cached
 
@@ -52,7 +53,7 @@ def prepare_mapped(model: Model, seed: int, *, version: int) -> Path:
         return cached("smollm2", parts, lambda directory: _map_smollm2(source, model, seed, directory))
     source = Path(str(model.path)).expanduser().resolve()
     config = _checked_config(source)
-    if config["architectures"] == [ARCHITECTURE] or known_family(config) not in (MIMO, None):
+    if config["architectures"] == [ARCHITECTURE] or known_family(config) not in (MIMO, DECODER, None):
         return source
     files = sorted(path for path in source.iterdir() if path.suffix in (".json", ".safetensors"))
     parts = common | {"source": str(source), "files": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]}
@@ -66,18 +67,14 @@ def qwen2_config(config: Any, dtype: str) -> dict[str, Any]:
     """
     for key in ("attention_bias", "mlp_bias"):
         if config.model_type == "llama" and getattr(config, key, False):
-            raise ValueError(
-                f"{key}=true: a Llama with biases has no place for them in the MiMo layout; expected false"
-            )
+            raise BadInput(f"{key}=true: a Llama with biases has no place for them in the MiMo layout; expected false")
     if getattr(config, "use_sliding_window", False):
-        raise ValueError("use_sliding_window=true: the MTP layer attends to all positions; expected false")
+        raise BadInput("use_sliding_window=true: the MTP layer attends to all positions; expected false")
     if config.model_type == "mistral" and config.sliding_window is not None:
-        raise ValueError(
-            f"sliding_window={config.sliding_window}: the MTP layer attends to all positions; expected null"
-        )
+        raise BadInput(f"sliding_window={config.sliding_window}: the MTP layer attends to all positions; expected null")
     width = config.hidden_size // config.num_attention_heads
     if (getattr(config, "head_dim", None) or width) != width:
-        raise ValueError(f"head_dim={config.head_dim}: expected hidden_size / num_attention_heads = {width}")
+        raise BadInput(f"head_dim={config.head_dim}: expected hidden_size / num_attention_heads = {width}")
     values = config.to_dict()
     return {
         "architectures": [ARCHITECTURE],
@@ -116,19 +113,19 @@ def keep_own_tokenizer(directory: Path) -> None:
 
 def _checked_config(source: Path) -> dict[str, Any]:
     if not source.is_dir():
-        raise ValueError(f"model.path={source}: no such directory; expected a Hugging Face directory")
+        raise BadInput(f"model.path={source}: no such directory; expected a Hugging Face directory")
     path = source / "config.json"
     if not path.is_file():
-        raise ValueError(f"model.path={source}: no config.json in it; expected a Hugging Face directory")
+        raise BadInput(f"model.path={source}: no config.json in it; expected a Hugging Face directory")
     config = json.loads(path.read_text())
     kind, architectures = config.get("model_type"), config.get("architectures") or []
     family = known_family(config)
     taken = (*MAPPED, *((name, ARCHITECTURE) for name in MIMO.classes))
     if len(architectures) == 1 and (kind, architectures[0]) in taken:
         return config
-    if family is None or family is MIMO:
-        native = ", ".join(kind for family in FAMILIES if family is not MIMO for kind in family.classes)
-        raise ValueError(
+    if family in (MIMO, DECODER, None):
+        native = ", ".join(kind for family in FAMILIES if family not in (MIMO, DECODER) for kind in family.classes)
+        raise BadInput(
             f"model.path={source}: model_type {kind} with architectures {architectures}; expected model_type qwen2 "
             f"(Qwen2ForCausalLM), llama or mistral, mapped to the MiMo layout, or {'/'.join(MIMO.classes)} with "
             f"{ARCHITECTURE}, {native} as it is; another family takes a row of FAMILIES in bebop/mtp/families.py"
@@ -147,7 +144,7 @@ def _map_directory(source: Path, model: Model, seed: int, directory: Path) -> No
         config = qwen2_config(origin, model.dtype)
         tensors = Tensors(source)
     except ValueError as error:
-        raise ValueError(f"model.path={source}: {error}") from None
+        raise BadInput(f"model.path={source}: {error}") from None
     AutoTokenizer.from_pretrained(source).save_pretrained(directory)
     if origin.model_type != "qwen2":
         keep_own_tokenizer(directory)
@@ -185,11 +182,11 @@ def _smollm2_file() -> Path:
     try:
         found = [file for file in files(SMOLLM2_PACKAGE) or [] if str(file).endswith(".gguf")]
     except PackageNotFoundError:
-        raise ValueError(
+        raise BadInput(
             f"model=smollm2: the package {SMOLLM2_PACKAGE} is not installed; run `./launch.sh setup`"
         ) from None
     if len(found) != 1:
-        raise ValueError(f"model=smollm2: {len(found)} GGUF files in {SMOLLM2_PACKAGE}; expected one")
+        raise BadInput(f"model=smollm2: {len(found)} GGUF files in {SMOLLM2_PACKAGE}; expected one")
     return Path(str(found[0].locate())).resolve()
 
 

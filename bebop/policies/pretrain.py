@@ -24,6 +24,7 @@ from bebop.data.prompts import make_prompts
 from bebop.data.tasks import worked_solution
 from bebop.data.tokenizer import encode_prompt
 from bebop.data.worked_solutions import WRITERS, Hand
+from bebop.errors import BadInput
 
 Example = tuple[list[int], int]  # token ids of prompt and response, length of the prompt
 ADAMW_SHARE = 0.4  # AdamW's learning rate, as a share of Muon's
@@ -35,7 +36,7 @@ def worked_examples(tokenizer: Any, tiny: TinyModel, n: int, seed: int) -> list[
     tasks = tiny.tasks
     for task in tasks:
         if task.name not in WRITERS:
-            raise ValueError(
+            raise BadInput(
                 f"model.tiny.tasks name={task.name}: no worked-solution writer; expected one of {', '.join(WRITERS)}"
             )
     prompts = make_prompts(tasks, n, seed, "pretrain", solutions=False)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bebop.errors import BadInput
 from bebop.mtp import head_state, init_heads, write_checkpoint
 from bebop.mtp.names import cast
 
@@ -78,7 +79,7 @@ def family_config(
         },
     }
     if model_type not in own:
-        raise ValueError(f"model_type={model_type}: expected one of {', '.join(own)}")
+        raise BadInput(f"model_type={model_type}: expected one of {', '.join(own)}")
     return AutoConfig.for_model(
         model_type,
         vocab_size=vocab_size,

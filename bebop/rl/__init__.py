@@ -1,5 +1,6 @@
 """GRPO on verl, with MTP speculation in the rollouts: the only place of bebop that imports verl and Ray."""
 
-from bebop.rl.stage import RlError, run
+from bebop.errors import RlError
+from bebop.rl.stage import run
 
 __all__ = ["RlError", "run"]

@@ -19,12 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bebop.config import ConfigError, GrpoConfig
+from bebop.config import GrpoConfig
 from bebop.data.prompts import make_prompts
+from bebop.errors import ConfigError, RlError
 from bebop.monitor import JsonlSink, read_records, summarise, write_report, write_summary
 from bebop.rl import checkpoints
 from bebop.rl.environment import ENGINE_LOG, PARENT_ENV, RUN_ENV, run_environment
-from bebop.rl.errors import RlError
 from bebop.rl.prompts import write_parquet
 from bebop.rl.verl.config import Policy, compose, save
 

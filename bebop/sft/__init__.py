@@ -1,6 +1,6 @@
 """The pre-RL stage: MTP heads trained on a frozen policy's own text, with the end-to-end TV loss or a baseline."""
 
-from bebop.sft.launch import SftError
+from bebop.errors import SftError
 from bebop.sft.stage import SftResult, run
 
 __all__ = ["SftError", "SftResult", "run"]

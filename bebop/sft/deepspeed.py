@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from bebop.errors import BadInput
+
 ADAMW_RMS = 0.2  # root mean square of AdamW's updates, per unit of learning rate
 # Of a wait for the others: while one fills a file of hidden states or writes the checkpoint, the others wait as long as
 # it takes. A process that died is not waited for: bebop.sft.launch stops the others at once.
@@ -151,7 +153,7 @@ class Trainer:
             part = torch.cat([loss.detach().float().reshape(1), values.float()]) * (count / total)
             mean = part if mean is None else mean + part
         if mean is None:
-            raise ValueError(f"batches: got none, expected grad_accum={self.grad_accum}")
+            raise BadInput(f"batches: got none, expected grad_accum={self.grad_accum}")
         if self.world_size > 1:
             torch.distributed.all_reduce(mean)
         return mean
@@ -201,13 +203,13 @@ class Trainer:
         for key, mine in (("num_processes", self.world_size), ("zero_stage", self.zero_stage)):
             theirs = saved["world_size" if key == "num_processes" else key]
             if theirs != mine:
-                raise ValueError(
+                raise BadInput(
                     f"sft.{key}={mine}: the checkpoint in {folder} was written with {theirs}; "
                     f"set sft.{key}={theirs} or another run_dir"
                 )
         path, state = self.engine.load_checkpoint(str(folder), tag=f"step_{saved['step']}")
         if path is None:
-            raise ValueError(f"{folder}/step_{saved['step']}: DeepSpeed found no checkpoint there; use another run_dir")
+            raise BadInput(f"{folder}/step_{saved['step']}: DeepSpeed found no checkpoint there; use another run_dir")
         return state
 
     def barrier(self) -> None:

@@ -13,13 +13,10 @@ import time
 import uuid
 from pathlib import Path
 
+from bebop.errors import SftError
 from bebop.store.environment import device_name
 
 PARENT_ENV = "BEBOP_SFT_PARENT"  # process id of the command that started the workers
-
-
-class SftError(RuntimeError):
-    """The training failed. Its message is one line; the traceback is in the file that it names."""
 
 
 def error_file(run_dir: Path, rank: int) -> Path:

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import torch
 
 from bebop.config import Loss, Sft
+from bebop.errors import BadInput
 
 Batch = TypeVar("Batch")
 
@@ -54,7 +55,7 @@ def loss_at(step: int, steps: int, loss: Loss) -> str:
     Raises ValueError where warmup is still auto, see `resolve_warmup`.
     """
     if loss.warmup == "auto":
-        raise ValueError("loss.warmup=auto: expected it resolved by whether the heads are cold")
+        raise BadInput("loss.warmup=auto: expected it resolved by whether the heads are cold")
     return loss.warmup if loss.warmup and step < round(loss.warmup_share * steps) else loss.name
 
 
@@ -75,7 +76,7 @@ class BatchStream(Generic[Batch]):
     def __init__(self, num_sequences: int, seed: int, pack: Callable[[Sequence[int]], list[Batch]]) -> None:
         """pack: the indices of an epoch, in order -> its micro-batches, at least one."""
         if num_sequences < 1:
-            raise ValueError("num_sequences=0: expected at least one sequence to train on")
+            raise BadInput("num_sequences=0: expected at least one sequence to train on")
         self._num_sequences, self._seed, self._pack = num_sequences, seed, pack
         self._starts = [0]  # first micro-batch of each epoch that has been packed
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)

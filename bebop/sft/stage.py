@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bebop.config import ConfigError, SftConfig
+from bebop.config import SftConfig
+from bebop.errors import ConfigError
 from bebop.monitor import check_wandb, write_summary
 from bebop.policies import prepare_policy
 from bebop.sft.job import Job

@@ -16,6 +16,7 @@ from bebop.backbone import load_backbone
 from bebop.config import Loss, Sft
 from bebop.data.batches import TrainBatch
 from bebop.data.self_distill import fingerprint
+from bebop.errors import BadInput
 from bebop.head_training.objective import REGRESSION, HeadObjective
 from bebop.mtp import checkpoint_checksums, init_heads, load_heads, trained_depth
 from bebop.sft.dataset import TextData
@@ -44,7 +45,7 @@ class Training:
             head = init_heads(job.policy_dir, how=config.model.mtp_init, seed=config.seed)
         if not self.cold and self.sft.regression_steps:
             if not self.sft.steps:
-                raise ValueError(
+                raise BadInput(
                     f"sft.steps=0 with sft.regression_steps={self.sft.regression_steps}: the policy has trained heads, "
                     "which regression is not for, so nothing would be trained; set sft.steps"
                 )
@@ -119,7 +120,7 @@ class Training:
                 "acceptance_length_before": self._score(0).acceptance_length,
             }
         if state["identity"] != identity:
-            raise ValueError(
+            raise BadInput(
                 f"run_dir={self.job.run_dir}: its checkpoint was trained from another policy, text or config; "
                 "choose another run_dir"
             )
@@ -142,7 +143,7 @@ class Training:
         )
         loss, *alpha = mean.tolist()
         if not math.isfinite(loss):
-            raise ValueError(f"step {step + 1}: the loss is {loss}, expected a finite number; lower sft.lr")
+            raise BadInput(f"step {step + 1}: the loss is {loss}, expected a finite number; lower sft.lr")
         return {
             "loss": loss,
             "loss_name": self.objective.loss_name,

@@ -13,6 +13,7 @@ from bebop.data import load_tokenizer, make_prompts
 from bebop.data.prompts import encode_prompts
 from bebop.data.provided import chat_of, is_text, load_parquet, require_supervision
 from bebop.data.self_distill import TextRow, rollout_sampling, self_distill, text_set
+from bebop.errors import BadInput
 from bebop.mtp import checkpoint_checksums
 from bebop.records import Prompt
 
@@ -74,7 +75,7 @@ def _make(config: SftConfig, policy_dir: Path) -> dict[str, list[TextRow]]:
 
 def _split(rows: list[TextRow] | list[Prompt], data: Data) -> dict[str, list[Any]]:
     if len(rows) <= data.num_heldout:
-        raise ValueError(
+        raise BadInput(
             f"data.path={data.path}: {len(rows)} rows, and data.num_heldout={data.num_heldout} are set aside for "
             "scoring; give more rows or lower data.num_heldout"
         )
@@ -82,7 +83,7 @@ def _split(rows: list[TextRow] | list[Prompt], data: Data) -> dict[str, list[Any
     scored = {chat_of(row) for row in heldout[-1:]}  # later rows of its chat have its text
     train = [row for row in rows[data.num_heldout :] if chat_of(row) not in scored][: data.num_prompts]
     if not train:
-        raise ValueError(
+        raise BadInput(
             f"data.path={data.path}: all {len(rows)} rows are of chats that data.num_heldout={data.num_heldout} sets "
             "aside for scoring; give more chats or lower data.num_heldout"
         )

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from bebop.errors import BadInput
 from bebop.spec import rules
 from bebop.spec.draws import Sampler, sample
 from bebop.spec.random import Purpose, Streams, Uniforms
@@ -126,22 +127,22 @@ def _check_shapes(
     target: Tensor, draft: Tensor | None, token: Tensor, rule: str, request_ids: Sequence[str] | None
 ) -> None:
     if rule not in get_args(Rule):
-        raise ValueError(f"rule={rule!r}: expected one of {', '.join(get_args(Rule))}")
+        raise BadInput(f"rule={rule!r}: expected one of {', '.join(get_args(Rule))}")
     if token.ndim != 2 or token.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"draft_tokens: {token.dtype} {list(token.shape)} came, expected integers [B, K]")
+        raise BadInput(f"draft_tokens: {token.dtype} {list(token.shape)} came, expected integers [B, K]")
     batch, depth = token.shape
     fits = target.ndim == 3 and target.shape[:2] == (batch, depth + 1) and target.shape[2] > 0
     if not fits or not target.is_floating_point():
         came = f"{target.dtype} {list(target.shape)}"
-        raise ValueError(f"target_probs: {came} came, expected floats [B, K+1, V] = [{batch}, {depth + 1}, V]")
+        raise BadInput(f"target_probs: {came} came, expected floats [B, K+1, V] = [{batch}, {depth + 1}, V]")
     if draft is None:
         if rule != "target_only":
-            raise ValueError(f"draft_probs: None came with rule={rule}, expected the distribution of every draft token")
+            raise BadInput(f"draft_probs: None came with rule={rule}, expected the distribution of every draft token")
     elif not draft.is_floating_point() or draft.shape != (batch, depth, target.shape[2]):
         came = f"{draft.dtype} {list(draft.shape)}"
-        raise ValueError(f"draft_probs: {came} came, expected floats [B, K, V] = {[batch, depth, target.shape[2]]}")
+        raise BadInput(f"draft_probs: {came} came, expected floats [B, K, V] = {[batch, depth, target.shape[2]]}")
     if request_ids is not None and len(request_ids) != batch:
-        raise ValueError(f"request_ids: {len(request_ids)} names came, expected one for each of {batch} rows")
+        raise BadInput(f"request_ids: {len(request_ids)} names came, expected one for each of {batch} rows")
 
 
 def _check_values(
@@ -162,13 +163,11 @@ def _check_values(
     outside = (token < NO_TOKEN) | (token >= vocabulary)
     if outside.any():
         row, position, place = where(outside)
-        raise ValueError(
-            f"draft_tokens: {int(token[row, position])} came ({place}), expected -1 or in [0, {vocabulary})"
-        )
+        raise BadInput(f"draft_tokens: {int(token[row, position])} came ({place}), expected -1 or in [0, {vocabulary})")
     position_of = torch.arange(token.shape[1], device=token.device)
     gap = has_draft & (position_of >= num_drafts.unsqueeze(1))
     if gap.any():
-        raise ValueError(f"draft_tokens: a draft came behind a -1 ({where(gap)[2]}), expected -1 only at a row's end")
+        raise BadInput(f"draft_tokens: a draft came behind a -1 ({where(gap)[2]}), expected -1 only at a row's end")
     used = torch.arange(target.shape[1], device=token.device) <= num_drafts.unsqueeze(1)
     checked = [("target_probs", target, used)]
     if draft is not None and rule != "target_only":
@@ -182,4 +181,4 @@ def _check_values(
             came = "NaN" if probs[row, position].isnan().any() else f"sum {float(total[row, position]):.6g}"
             if (probs[row, position] < 0).any():
                 came = f"smallest value {float(probs[row, position].min()):.3g}"
-            raise ValueError(f"{name}: {came} came ({place}), expected a distribution: values >= 0 that sum to 1")
+            raise BadInput(f"{name}: {came} came ({place}), expected a distribution: values >= 0 that sum to 1")

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from bebop.errors import BadInput
 from bebop.spec.random import Purpose, Uniforms
 
 Sampler = Literal["inversion", "gumbel"]
@@ -43,7 +44,7 @@ def sample(
 ) -> Tensor:
     """One id per row of weights [B, V] or [B, W, V] -> long [B] or [B, W]; rows are told apart by their number."""
     if sampler not in get_args(Sampler):
-        raise ValueError(f"sampler={sampler!r}: expected one of {', '.join(get_args(Sampler))}")
+        raise BadInput(f"sampler={sampler!r}: expected one of {', '.join(get_args(Sampler))}")
     rows = weights.shape[1] if weights.ndim == 3 else None
     if sampler == "inversion":
         return invert(weights, draws.uniforms(purpose, depth, rows=rows))

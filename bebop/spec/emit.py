@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bebop.errors import BadInput
+
 
 def keep_until_stop(
     tokens: Tensor, allowed: Tensor | int, stop_token_ids: Sequence[int] = ()
@@ -19,7 +21,7 @@ def keep_until_stop(
     """
     allowed = torch.as_tensor(allowed, device=tokens.device)
     if bool((allowed < 1).any()):
-        raise ValueError(f"allowed: {int(allowed.min())} came, expected at least 1; a finished request emits nothing")
+        raise BadInput(f"allowed: {int(allowed.min())} came, expected at least 1; a finished request emits nothing")
     place = torch.arange(tokens.shape[1], device=tokens.device)
     num_tokens = (tokens >= 0).sum(1)
     is_stop = torch.isin(tokens, torch.tensor(list(stop_token_ids), dtype=tokens.dtype, device=tokens.device))

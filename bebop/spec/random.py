@@ -22,6 +22,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from bebop.errors import BadInput
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -58,7 +60,7 @@ class Streams:
             value = getattr(self, name)
             if value.dtype != torch.int64 or value.shape != self.seeds.shape or value.ndim != 1:
                 came = f"{value.dtype} {list(value.shape)}"
-                raise ValueError(f"{name}: {came} came, expected int64 [B], B = {self.seeds.shape[0]}")
+                raise BadInput(f"{name}: {came} came, expected int64 [B], B = {self.seeds.shape[0]}")
 
     @classmethod
     def from_generator(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bebop.errors import BadInput
+
 Setting = float | int | Tensor  # one for all, or [B], one per request
 _NUCLEUS_SLACK = {torch.float64: 1e-12}  # a nucleus that reaches top_p up to rounding is full; else 1e-6
 
@@ -31,19 +33,19 @@ class Warp:
 
     def __call__(self, logits: Tensor) -> Tensor:
         if not logits.is_floating_point() or logits.ndim == 0 or logits.shape[-1] == 0:
-            raise ValueError(f"logits: {logits.dtype} {list(logits.shape)} came, expected floats [B, ..., V]")
+            raise BadInput(f"logits: {logits.dtype} {list(logits.shape)} came, expected floats [B, ..., V]")
         for name in ("temperature", "_top_k", "_top_p", "_min_p"):
             shape = getattr(self, name).shape
             if shape and (logits.ndim < 2 or shape[0] != logits.shape[0]):
                 came = f"{name.lstrip('_')}: shape {list(shape)} came"
-                raise ValueError(f"{came}, expected a number or one per request of the batch")
+                raise BadInput(f"{came}, expected a number or one per request of the batch")
         logits = logits if logits.dtype == torch.float64 else logits.float()
         top = logits.amax(-1, keepdim=True)  # NaN where the row has one
         if not bool(torch.isfinite(top).all()):
             top = top.squeeze(-1)
             place = [int(i) for i in (~torch.isfinite(top)).nonzero()[0]] if top.ndim else []
             came = float(top[tuple(place)])
-            raise ValueError(
+            raise BadInput(
                 f"logits: largest value {came} in row {place}, expected a finite one (a row of NaN or -inf?)"
             )
         # the largest logit is taken off first, so that a small temperature can't overflow
@@ -89,9 +91,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, **settings: Setting) -> Tenso
     log-probability at temperature 1 without filters is given, as vLLM does. -inf for a token that was filtered out.
     """
     if tokens.shape != logits.shape[:-1]:
-        raise ValueError(f"tokens: {list(tokens.shape)} came, expected [B, L] = {list(logits.shape[:-1])}")
+        raise BadInput(f"tokens: {list(tokens.shape)} came, expected [B, L] = {list(logits.shape[:-1])}")
     if tokens.numel() and int(tokens.max()) >= logits.shape[-1]:
-        raise ValueError(f"tokens: {int(tokens.max())} came, expected ids in [0, {logits.shape[-1]}), or -1 for none")
+        raise BadInput(f"tokens: {int(tokens.max())} came, expected ids in [0, {logits.shape[-1]}), or -1 for none")
     at = tokens.clamp(min=0).unsqueeze(-1)
     plain = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1).gather(-1, at).squeeze(-1)
     settled = Warp(**settings)
@@ -118,16 +120,16 @@ def _setting(name: str, value: Setting, *, low: float, high: float | None = None
     if not isinstance(value, Tensor):
         value = torch.as_tensor(value, dtype=torch.float64)
     if name == "top_k" and bool((value != value.round()).any()):
-        raise ValueError(f"top_k: {value.tolist()} came, expected whole numbers")
+        raise BadInput(f"top_k: {value.tolist()} came, expected whole numbers")
     if value.ndim > 1:
-        raise ValueError(f"{name}: shape {list(value.shape)} came, expected a number or one per request of the batch")
+        raise BadInput(f"{name}: shape {list(value.shape)} came, expected a number or one per request of the batch")
     good = value >= low if low_included else value > low
     good = good & (value <= high) if high is not None else good & torch.isfinite(value)
     if not bool(good.all()):
         came = value.flatten()[(~good).flatten()][0].item()
         bracket = "[" if low_included else "("
         span = f"{bracket}{low}, {'inf)' if high is None else f'{high}]'}"
-        raise ValueError(f"{name}: {came} came, expected a value in {span}")
+        raise BadInput(f"{name}: {came} came, expected a value in {span}")
     return value.to(torch.int64) if name == "top_k" else value
 
 

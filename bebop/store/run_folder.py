@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bebop.errors import BadInput
 from bebop.records import DraftCounts, StepRecord
 
 METRICS = "metrics.jsonl"
@@ -46,7 +47,7 @@ class JsonlSink:
         """Append one record: a StepRecord, or a mapping that names its `kind`. Raises ValueError where it doesn't."""
         line = step_to_json(record) if isinstance(record, StepRecord) else plain(record)
         if not isinstance(line.get("kind"), str):
-            raise ValueError(f"record: kind={line.get('kind')!r} came, expected a string such as 'sft'")
+            raise BadInput(f"record: kind={line.get('kind')!r} came, expected a string such as 'sft'")
         line = {**line, "time": line.get("time", round(time.time(), 3))}
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
 
@@ -93,7 +94,7 @@ def read_records(run_dir: Path | str, kind: str | None = None) -> list[dict[str,
         if record is None:
             if number == len(lines):
                 break
-            raise ValueError(f"{path}:{number}: not a JSON object with a kind: {line[:60]!r}")
+            raise BadInput(f"{path}:{number}: not a JSON object with a kind: {line[:60]!r}")
         if kind is not None and record["kind"] != kind:
             continue
         key = record.get("step")
@@ -125,7 +126,7 @@ def step_from_json(values: Mapping[str, Any]) -> StepRecord:
     try:
         return StepRecord(**known)
     except TypeError as error:
-        raise ValueError(f"step record: {error}; came with {', '.join(sorted(known))}") from None
+        raise BadInput(f"step record: {error}; came with {', '.join(sorted(known))}") from None
 
 
 def write_run_json(run_dir: Path | str, command: str, config: Mapping[str, Any]) -> Path:
@@ -195,7 +196,7 @@ def plain(value: Any) -> Any:
         return plain(value.tolist())
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    raise ValueError(f"{value!r:.80}: {type(value).__name__} came, expected what JSON can hold")
+    raise BadInput(f"{value!r:.80}: {type(value).__name__} came, expected what JSON can hold")
 
 
 def revive(value: Any) -> Any:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from bebop.errors import BadInput
+
 
 def format_table(
     rows: Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]], header: Sequence[str] | None = None
@@ -16,7 +18,7 @@ def format_table(
         rows = [[row.get(key) for key in header] for row in rows]
     lengths = {len(row) for row in rows} | ({len(header)} if header else set())
     if len(lengths) > 1:
-        raise ValueError(f"rows: lengths {sorted(lengths)} came, expected one length for all rows and the header")
+        raise BadInput(f"rows: lengths {sorted(lengths)} came, expected one length for all rows and the header")
     cells = [[text(value) for value in row] for row in rows]
     shown = ([list(header)] if header else []) + cells
     if not shown:

@@ -13,16 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bebop.errors import LoggerError
 from bebop.records import StepRecord
 from bebop.store.definitions import PREFIX, definitions_table, flatten
 from bebop.store.run_folder import plain, read_json, read_records, step_from_json
 
 MODES = ("offline", "online", "disabled")
 BY_ENTROPY = f"{PREFIX}by_entropy/acceptance_length"  # acceptance length with entropy as its x axis
-
-
-class LoggerError(RuntimeError):
-    """wandb can't do what the config asks. Its message is one line and names the override that helps."""
 
 
 def check_wandb(mode: str) -> None:

@@ -62,8 +62,8 @@ def test_bebop_imports_without_the_heavy_packages():
     code = (
         "import sys\n"
         f"for name in {sorted(ADAPTERS)}: sys.modules[name] = None\n"
-        "import bebop, bebop.config, bebop.records, bebop.store, bebop.policies, bebop.acceptance, bebop.head_training\n"
-        "import bebop.data, bebop.backbone, bebop.mtp, bebop.losses, bebop.spec\n"
+        "import bebop, bebop.config, bebop.records, bebop.store, bebop.policies, bebop.acceptance\n"
+        "import bebop.head_training, bebop.data, bebop.backbone, bebop.mtp, bebop.losses, bebop.spec\n"
         "import bebop.monitor, bebop.engines, bebop.sft, bebop.rl, bebop.evaluate, bebop.doctor\n"
         "import bebop.bench, bebop.demo\n"
         "import bebop_kernels\n"

@@ -14,7 +14,8 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
-from bebop.config import ConfigError, Data, Loss, Model, RolloutSection, Sft, SftConfig, Task
+from bebop.config import Data, Loss, Model, RolloutSection, Sft, SftConfig, Task
+from bebop.errors import ConfigError
 from bebop.monitor import read_records
 from bebop.mtp import HEAD_PREFIX, load_heads
 from bebop.mtp.checkpoint import Tensors

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from bebop.config import RolloutSection
 from bebop.doctor import exact
-from bebop.engines import EngineDied, EngineError, EngineRefused, make_engine
+from bebop.engines import make_engine
+from bebop.errors import EngineDied, EngineError, EngineRefused
 from bebop.mtp import checkpoint_checksums, checksum
 from bebop.policies import random_checkpoint
 from bebop.records import DraftCounts, Sampling

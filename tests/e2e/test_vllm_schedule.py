@@ -8,7 +8,8 @@ import pytest
 
 from bebop.config import RolloutSection
 from bebop.doctor import exact
-from bebop.engines import EngineRefused, make_engine
+from bebop.engines import make_engine
+from bebop.errors import EngineRefused
 from bebop.policies import random_checkpoint
 from bebop.records import Sampling
 

@@ -14,9 +14,10 @@ from bebop.backbone.hidden_states import HiddenStates
 from bebop.bench.speculators import rival
 from bebop.bench.speculators.policy import shared_policy
 from bebop.bench.speculators.scored import Pooled, score_documents
-from bebop.config import ConfigError, Model
+from bebop.config import Model
 from bebop.data.batches import pack_rows
 from bebop.data.self_distill import TextRow
+from bebop.errors import ConfigError
 from bebop.mtp import draft_hidden, load_heads
 from bebop.policies.random_family import family_config, write_random_family
 

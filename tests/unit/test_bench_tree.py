@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from bebop.bench.tree import stage as tree
-from bebop.config import BenchConfig, ConfigError, check
+from bebop.config import BenchConfig, check
+from bebop.errors import ConfigError
 
 
 def config(**sections: dict) -> BenchConfig:

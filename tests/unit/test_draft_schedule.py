@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from bebop.config import ConfigError, RolloutSection, check
+from bebop.config import RolloutSection, check
 from bebop.config.draft_schedule import from_sizes, k_for, parse
 from bebop.engines.schedule import vllm_ranges
 from bebop.engines.vllm_engine.arguments import engine_arguments
+from bebop.errors import ConfigError
 
 SCHEDULE = {"1-16": 3, "64-128": 2, "256+": 0}
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from bebop.config import ConfigError, RolloutSection
-from bebop.engines import EngineRefused, check_policy
+from bebop.config import RolloutSection
+from bebop.engines import check_policy
 from bebop.engines.vllm_engine.arguments import (
     NOT_WITH_SPECULATION,
     engine_arguments,
@@ -19,6 +19,7 @@ from bebop.engines.vllm_engine.arguments import (
 from bebop.engines.vllm_engine.environment import GENERAL, applied, cpu_environment, last_error, missing
 from bebop.engines.vllm_engine.worker import named_views
 from bebop.engines.weights import replace_tensors
+from bebop.errors import ConfigError, EngineRefused
 from bebop.records import Sampling
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from bebop.config import ConfigError, Data, EvalConfig, Model, RolloutSection, Task, check
+from bebop.config import Data, EvalConfig, Model, RolloutSection, Task, check
+from bebop.errors import ConfigError
 from bebop.evaluate.slopes import over_temperatures, over_tokens
 
 

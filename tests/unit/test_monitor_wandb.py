@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from bebop.monitor import LoggerError, WandbSink, check_wandb
+from bebop.errors import LoggerError
+from bebop.monitor import WandbSink, check_wandb
 from bebop.records import DraftCounts, StepRecord
 from bebop.store.definitions import definitions_table, flatten
 
 PROGRAM = """
 import sys
-from bebop.monitor import JsonlSink, LoggerError, WandbSink, write_run_json
+from bebop.monitor import JsonlSink, WandbSink, write_run_json
 from bebop.records import DraftCounts, StepRecord
 mode, run_dir, first, last = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 write_run_json(run_dir, "grpo", {"seed": 1})

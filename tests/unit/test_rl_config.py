@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bebop.config import ConfigError, GrpoConfig, check
+from bebop.config import GrpoConfig, check
+from bebop.errors import ConfigError
 from bebop.rl.stage import told
 from bebop.rl.verl.config import Policy, compose, literal, micro_batch, save
 

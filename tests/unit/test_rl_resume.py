@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from bebop.errors import RlError
 from bebop.rl import checkpoints
 from bebop.rl.environment import PARENT_ENV
-from bebop.rl.errors import RlError
 from bebop.rl.stage import end_processes, only_run_of, processes_of
 from bebop.rl.trainer.sinks import forget_after
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bebop.config import ConfigError, GrpoConfig, RolloutSection, check
+from bebop.config import GrpoConfig, RolloutSection, check
+from bebop.errors import ConfigError, RolloutFailed
 from bebop.records import DraftCounts, Rollout, Sampling
-from bebop.rl.errors import RolloutFailed
 from bebop.rl.verl.config import Policy, compose
 
 

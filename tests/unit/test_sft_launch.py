@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bebop.sft.launch import SftError, launch
+from bebop.errors import SftError
+from bebop.sft.launch import launch
 
 WORKER = """
 import os, signal, time

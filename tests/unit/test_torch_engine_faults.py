@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from bebop.config import RolloutSection
-from bebop.engines import EngineDied, EngineError, EngineRefused, make_engine
+from bebop.engines import make_engine
+from bebop.errors import EngineDied, EngineError, EngineRefused
 from bebop.policies import random_checkpoint
 from bebop.records import Sampling
 

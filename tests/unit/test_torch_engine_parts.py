@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bebop.config import RolloutSection
-from bebop.engines import EngineRefused, make_engine
+from bebop.engines import make_engine
 from bebop.engines.torch_engine.drafter import Anchors, Drafter, Settings
 from bebop.engines.torch_engine.kv_cache import Cache, Window, fold
 from bebop.engines.torch_engine.model import Policy
 from bebop.engines.torch_engine.random import RoundDraws
+from bebop.errors import EngineRefused
 from bebop.mtp import HEAD_PREFIX, draft_hidden, load_heads
 from bebop.policies import random_checkpoint
 from bebop.spec import Purpose, Streams

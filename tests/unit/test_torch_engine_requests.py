@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
-from bebop.config import ConfigError, check
+from bebop.config import check
 from bebop.config.sections import RolloutSection
-from bebop.engines import EngineRefused, check_policy
+from bebop.engines import check_policy
 from bebop.engines.torch_engine.request import end_of_text, make_request
+from bebop.errors import ConfigError, EngineRefused
 from bebop.records import DraftCounts, Sampling
 
 

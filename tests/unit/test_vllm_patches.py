@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from bebop.engines.vllm_engine import fixes
-from bebop.engines.vllm_engine.fixes import PatchRefused, draft_rows, expand_batch_to_tokens, redraw_seeded, stats_of
+from bebop.engines.vllm_engine.fixes import draft_rows, expand_batch_to_tokens, redraw_seeded, stats_of
+from bebop.errors import PatchRefused
 
 
 def test_expansion_repeats_each_value_for_its_own_tokens():

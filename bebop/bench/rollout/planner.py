@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from bebop.errors import BadInput
+
 MARGIN = 0.05  # shares below it are taken for nothing: t and AL are estimates some 5 % wide
 
 
@@ -71,7 +73,7 @@ def full_steps(steps: Sequence[StepLike], batch: int) -> Window:
     ]
     if not pairs:
         most = max((step.running for step in steps), default=0)
-        raise ValueError(
+        raise BadInput(
             f"no step decoded {batch} requests together, {most} at most: raise rollout.max_num_seqs, "
             "rollout.kv_cache_gib or data.max_response_tokens, or lower bench.batch_sizes"
         )
@@ -88,7 +90,7 @@ def acceptance(counts: Mapping[int, tuple[int, Sequence[int]]]) -> tuple[float, 
         deep = [(drafts, accepted) for k, (drafts, accepted) in counts.items() if k >= depth]
         drafts = sum(n for n, _ in deep)
         if not drafts:
-            raise ValueError(f"no draft of {depth} tokens was made")
+            raise BadInput(f"no draft of {depth} tokens was made")
         rates.append(sum(accepted[depth - 1] for _, accepted in deep) / drafts)
     return tuple(rates)
 
@@ -111,7 +113,7 @@ def choose(
     choices = []
     for batch, times in sorted(step_s.items()):
         if len(times) != len(lengths):
-            raise ValueError(
+            raise BadInput(
                 f"{len(times)} step times at batch {batch}, expected {len(lengths)}, for k = 0..{len(rates)}"
             )
         speeds = tuple(batch * length / time for length, time in zip(lengths, times, strict=True))

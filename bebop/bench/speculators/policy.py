@@ -11,8 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bebop.config import ConfigError, Model
+from bebop.config import Model
 from bebop.data.tokenizer import load_tokenizer, write_tiny_tokenizer
+from bebop.errors import ConfigError
 from bebop.mtp import claimed_layers, family_of, head_state, init_heads, write_checkpoint
 from bebop.mtp.checkpoint import read_config
 from bebop.policies import prepare_policy

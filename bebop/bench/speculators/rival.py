@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bebop.config import ConfigError
 from bebop.data.batches import IndexedBatch, TrainBatch
+from bebop.errors import ConfigError
 
 PACKAGE, VERSION = "speculators", "0.9.0"
 OPTIMIZERS: tuple[Literal["muon", "adamw"], ...] = ("muon", "adamw")

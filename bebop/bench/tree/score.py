@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bebop.backbone import load_backbone
-from bebop.config import ConfigError
+from bebop.errors import ConfigError
 from bebop.mtp import MtpHead, load_heads
 from bebop.spec import Streams, TreeBatch, TreeGrower, TreeSpec, expected_accepted, warp
 

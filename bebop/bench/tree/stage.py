@@ -25,10 +25,11 @@ from tqdm import tqdm
 
 from bebop.bench.tree import plots as tree_plots
 from bebop.bench.tree.score import TreeScorer
-from bebop.config import BenchConfig, ConfigError, RolloutSection
+from bebop.config import BenchConfig, RolloutSection
 from bebop.data import load_tokenizer, make_prompts
 from bebop.data.prompts import encode_prompts
 from bebop.engines.torch_engine.engine import TorchEngine
+from bebop.errors import ConfigError
 from bebop.monitor import print_table, write_summary
 from bebop.policies import prepare_policy
 from bebop.records import Rollout, Sampling

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from bebop.config import RolloutSection
-from bebop.engines.protocol import EngineError
 from bebop.engines.torch_engine.drafter import Anchors, Draft, Drafter, Settings, Verified
 from bebop.engines.torch_engine.kv_cache import Cache, Window, fold
 from bebop.engines.torch_engine.model import Policy
 from bebop.engines.torch_engine.random import RoundDraws
 from bebop.engines.torch_engine.request import Request
 from bebop.engines.torch_engine.threads import threads_for
+from bebop.errors import EngineError
 from bebop.spec import Purpose, Streams
 from bebop.spec.sampling import Setting
 

@@ -25,13 +25,14 @@ from typing import Any, Literal, Self
 import torch
 
 from bebop.config import RolloutSection
-from bebop.engines.protocol import EngineDied, EngineError, EngineRefused, Weights
+from bebop.engines.protocol import Weights
 from bebop.engines.torch_engine.batch import Finished, Rounds, slot_bytes
 from bebop.engines.torch_engine.clock import RoundClock
 from bebop.engines.torch_engine.drafter import Drafter
 from bebop.engines.torch_engine.model import Policy
 from bebop.engines.torch_engine.request import Request, end_of_text, make_request
 from bebop.engines.weights import replace_tensors
+from bebop.errors import EngineDied, EngineError, EngineRefused
 from bebop.mtp import HEAD_PREFIX, checksum
 from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
 

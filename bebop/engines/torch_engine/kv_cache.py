@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bebop.errors import BadInput
+
 
 class Cache:
     """Preallocated keys and values: entries [2, L, slots, key heads, columns, E], keys first."""
@@ -99,7 +101,7 @@ def fold(committed: Tensor | None, own: Tensor | None, start: int, groups: int, 
     if committed is None and own is None:
         return None
     if own is None:
-        raise ValueError("own: None came with committed columns, expected bool [B, T, T']")
+        raise BadInput("own: None came with committed columns, expected bool [B, T, T']")
     batch, tokens, _ = own.shape
     before = own.new_ones(1, 1, 1) if committed is None else committed.unsqueeze(1)
     seen = torch.cat([before.expand(batch, tokens, start), own], dim=-1)

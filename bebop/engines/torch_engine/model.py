@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bebop.engines.protocol import EngineRefused
 from bebop.engines.torch_engine.kv_cache import Window
+from bebop.errors import EngineRefused
 from bebop.mtp.checkpoint import Tensors
 from bebop.mtp.families import MIMO
 from bebop.mtp.heads.mimo import HEAD_PREFIX, LAYER_PREFIX

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bebop.engines.protocol import EngineRefused
+from bebop.errors import EngineRefused
 from bebop.records import DraftCounts, Rollout, Sampling
 
 # vLLM's names for what this engine does not do, at the values that ask for nothing

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bebop.config import RolloutSection
-from bebop.engines.protocol import EngineRefused
 from bebop.engines.schedule import vllm_ranges
 from bebop.engines.vllm_engine import fixes
+from bebop.errors import EngineRefused
 from bebop.mtp.checkpoint import read_config
 from bebop.mtp.families import decoder_config
 from bebop.records import Sampling

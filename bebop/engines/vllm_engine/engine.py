@@ -25,7 +25,7 @@ from typing import Any, Literal, Self
 
 from bebop.config import RolloutSection
 from bebop.config.draft_schedule import parse
-from bebop.engines.protocol import EngineDied, EngineError, EngineRefused, Step, Weights
+from bebop.engines.protocol import Step, Weights
 from bebop.engines.vllm_engine import draft_length, fixes
 from bebop.engines.vllm_engine.arguments import engine_arguments, refuse_block, sampling_values, stamp
 from bebop.engines.vllm_engine.environment import (
@@ -38,6 +38,7 @@ from bebop.engines.vllm_engine.environment import (
     last_error,
     missing,
 )
+from bebop.errors import EngineDied, EngineError, EngineRefused
 from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
 
 logger = logging.getLogger("bebop.engines")

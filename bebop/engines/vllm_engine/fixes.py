@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from bebop.engines.vllm_engine import draft_length, sampling
+from bebop.errors import PatchRefused
 
 logger = logging.getLogger("bebop.engines")
 
@@ -38,10 +39,6 @@ PLAIN_WEIGHTS_ENV = "BEBOP_KEEP_PLAIN_WEIGHTS"  # "1": CPU linears keep their we
 KNOWN_VERSIONS = ("0.31.0",)  # the faults and their fixes were reproduced on these
 
 _MARK = "_bebop_patch"
-
-
-class PatchRefused(RuntimeError):
-    """A fix that losslessness rests on does not fit the installed vLLM."""
 
 
 @dataclass(frozen=True)

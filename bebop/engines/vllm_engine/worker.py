@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bebop.engines.weights import HEAD_PREFIX, replace_tensors
+from bebop.errors import BadInput
 
 
 class WorkerExtension:
@@ -79,7 +80,7 @@ def named_views(model: nn.Module) -> dict[str, Tensor]:
 def _split(module_name: str, module: nn.Module, leaf: str, data: Tensor, config: Any) -> list[tuple[str, Tensor]]:
     parent, _, last = module_name.rpartition(".")
     if data.numel() == 0:
-        raise ValueError(
+        raise BadInput(
             f"{module_name}.{leaf} is packed by vLLM and cannot be read or updated in place: "
             "the engine's plain_weights fix is off (BEBOP_KEEP_PLAIN_WEIGHTS=1, BEBOP_ENGINE_FIXES not 0)"
         )
@@ -94,7 +95,7 @@ def _split(module_name: str, module: nn.Module, leaf: str, data: Tensor, config:
     else:
         return [(f"{module_name}.{leaf}", data)]
     if sum(sizes.values()) != data.shape[0]:
-        raise ValueError(f"{module_name}.{leaf} has {data.shape[0]} rows, expected {sum(sizes.values())} of {sizes}")
+        raise BadInput(f"{module_name}.{leaf} has {data.shape[0]} rows, expected {sum(sizes.values())} of {sizes}")
     parts = zip(sizes, data.split(list(sizes.values())), strict=True)
     return [(f"{parent}.{part}.{leaf}", view) for part, view in parts]
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bebop.errors import BadInput
 from bebop.monitor.decision import MonitorState
 from bebop.monitor.decomposition import decompose, slope_of, split_by_definition
 from bebop.monitor.report import page
@@ -31,7 +32,7 @@ def write_report(run_dir: Path | str) -> Path:
     run_dir = Path(run_dir)
     records = read_records(run_dir)
     if not records:
-        raise ValueError(f"{run_dir}: no records in metrics.jsonl; give the folder of a run")
+        raise BadInput(f"{run_dir}: no records in metrics.jsonl; give the folder of a run")
     state, made_by = state_of(run_dir), read_json(run_dir / "run.json")
     title = f"{made_by.get('command', 'run')}: {run_dir.resolve().name}"
     body = [page.heading(f"bebop {title}", 1), page.paragraph(_provenance(made_by, run_dir, state), "muted")]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RotaryEmbedding, rotate_half
 
+from bebop.errors import BadInput
 from bebop.mtp.chain_attention import Documents, chain_attention
 from bebop.mtp.families import MIMO, Family
 from bebop.mtp.heads.decoder_layer import ReusedHead
@@ -69,9 +70,9 @@ class MtpHead(nn.Module):
     def __init__(self, config: PretrainedConfig, backbone_norm: Tensor) -> None:
         super().__init__()
         if getattr(config, "use_sliding_window", False):
-            raise ValueError("config.use_sliding_window=true: the head attends to all positions; expected false")
+            raise BadInput("config.use_sliding_window=true: the head attends to all positions; expected false")
         if backbone_norm.shape != (config.hidden_size,) or bool((backbone_norm == 0).any()):
-            raise ValueError(
+            raise BadInput(
                 f"backbone_norm: {list(backbone_norm.shape)} with {int((backbone_norm == 0).sum())} zeros, "
                 f"expected [{config.hidden_size}] without a zero"
             )
@@ -160,18 +161,18 @@ def draft_hidden(
     """
     total, width = len(input_ids), head.config.hidden_size
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise ValueError(f"depth={depth!r}: expected an integer of at least 1")
+        raise BadInput(f"depth={depth!r}: expected an integer of at least 1")
     for argument, value, shape in (
         ("hidden", hidden, (total, width)),
         ("position_ids", position_ids, (total,)),
         ("embed_weight", embed_weight, (embed_weight.shape[0], width)),
     ):
         if tuple(value.shape) != shape:
-            raise ValueError(f"{argument}: shape {list(value.shape)}, expected {list(shape)}")
+            raise BadInput(f"{argument}: shape {list(value.shape)}, expected {list(shape)}")
     if not total or int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != total or bool((cu_seqlens.diff() <= 0).any()):
-        raise ValueError(f"cu_seqlens: {cu_seqlens.tolist()}, expected rising from 0 to T={total}, T at least 1")
+        raise BadInput(f"cu_seqlens: {cu_seqlens.tolist()}, expected rising from 0 to T={total}, T at least 1")
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= embed_weight.shape[0]:
-        raise ValueError(
+        raise BadInput(
             f"input_ids: values {int(input_ids.min())}..{int(input_ids.max())}, "
             f"expected token ids in [0, {embed_weight.shape[0]})"
         )
@@ -188,9 +189,9 @@ def head_state(head: Head) -> dict[str, Tensor]:
 
 def _check_anchors(anchors: Tensor, total: int) -> None:
     if anchors.dtype != torch.int64 or anchors.dim() != 1:
-        raise ValueError(f"anchors: {anchors.dtype} {list(anchors.shape)}, expected torch.int64 [N]")
+        raise BadInput(f"anchors: {anchors.dtype} {list(anchors.shape)}, expected torch.int64 [N]")
     if len(anchors) and (int(anchors.min()) < 0 or int(anchors.max()) >= total or len(anchors.unique()) < len(anchors)):
-        raise ValueError(
+        raise BadInput(
             f"anchors: {len(anchors)} values {int(anchors.min())}..{int(anchors.max())}, "
             f"expected distinct positions in [0, {total})"
         )

@@ -15,7 +15,7 @@ import torch
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from bebop.rl.errors import HeadsDiffer
+from bebop.errors import HeadsDiffer
 
 _SHARED_MEMORY = Path("/dev/shm")
 

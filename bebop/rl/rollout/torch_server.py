@@ -29,8 +29,8 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from bebop.config import RolloutSection
 from bebop.engines import RolloutEngine, make_engine
+from bebop.errors import RolloutFailed
 from bebop.records import Rollout, Sampling
-from bebop.rl.errors import RolloutFailed
 from bebop.rl.rollout import early
 
 NAME = "torch"  # verl's rollout.name, and the prefix of its actors' names

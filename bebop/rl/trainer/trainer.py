@@ -30,8 +30,8 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+from bebop.errors import HeadsDiffer, ProbabilitiesDiffer, RolloutFailed
 from bebop.rl import checkpoints
-from bebop.rl.errors import HeadsDiffer, ProbabilitiesDiffer, RolloutFailed
 from bebop.rl.rollout.agent import PartialRolloutClient, ServerManager
 from bebop.rl.trainer import advantage
 from bebop.rl.trainer.step_record import on_policy_gap, record_of

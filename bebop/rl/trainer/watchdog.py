@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bebop.rl.errors import WorkerDied
+from bebop.errors import WorkerDied
 
 INTERVAL_S = 2.0
 

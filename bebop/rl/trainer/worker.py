@@ -17,6 +17,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
+from bebop.errors import BadInput
 from bebop.mtp import HEAD_PREFIX, checksum, write_checkpoint
 from bebop.mtp.checkpoint import Tensors
 from bebop.rl.environment import run_tag
@@ -85,7 +86,7 @@ def head_tensors(policy_dir: Path) -> dict[str, Tensor]:
     tensors = Tensors(policy_dir)
     heads = {name: tensors[name] for name in tensors if name.startswith(HEAD_PREFIX)}
     if not heads:
-        raise ValueError(
+        raise BadInput(
             f"{policy_dir}: 0 tensors named {HEAD_PREFIX}*; rollout.speculation=mtp needs the policy's heads"
         )
     return heads

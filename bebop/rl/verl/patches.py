@@ -14,12 +14,10 @@ import functools
 import importlib.metadata
 import os
 
+from bebop.errors import PatchRefused
+
 KNOWN_VERSION = "0.9.1"
 _MARK = "_bebop_patch"
-
-
-class PatchRefused(RuntimeError):
-    """The installed verl is not the one that these patches were made for."""
 
 
 def apply_all(version: str | None = None) -> list[str]:

@@ -27,6 +27,7 @@ import torch
 from bebop_kernels import highest
 from torch import Tensor
 
+from bebop.errors import BadInput
 from bebop.spec.draws import Sampler, sample
 from bebop.spec.random import Purpose, Streams, Uniforms
 from bebop.spec.sampling import Setting, Warp
@@ -148,18 +149,18 @@ class TreeGrower:
         """Add the level below the frontier and choose the next one. logits [B, W, V], of the frontier's nodes."""
         frontier, spec = self.frontier, self.spec
         if frontier is None:
-            raise ValueError(f"logits: a level below depth {spec.depth} came, expected {spec.depth} levels")
+            raise BadInput(f"logits: a level below depth {spec.depth} came, expected {spec.depth} levels")
         width = frontier.tokens.shape[1]
         if logits.ndim != 3 or logits.shape[1] != width or not logits.is_floating_point() or 0 in logits.shape:
             came = f"{logits.dtype} {list(logits.shape)}"
-            raise ValueError(f"logits: {came} came, expected floats [B, W, V] with W = {width}")
+            raise BadInput(f"logits: {came} came, expected floats [B, W, V] with W = {width}")
         batch = logits.shape[0]
         if not self._levels:
             self._start(logits)
         elif batch != frontier.valid.shape[0]:
-            raise ValueError(f"logits: {batch} requests came, expected {frontier.valid.shape[0]}")
+            raise BadInput(f"logits: {batch} requests came, expected {frontier.valid.shape[0]}")
         elif logits.shape[-1] != self._vocab_size:
-            raise ValueError(f"logits: V = {logits.shape[-1]} came, expected {self._vocab_size} as before")
+            raise BadInput(f"logits: V = {logits.shape[-1]} came, expected {self._vocab_size} as before")
         valid = self.frontier.valid
         below = children(logits, valid, spec, self.draws, frontier.depth, warp=self._warp, sampler=self.sampler)
 
@@ -184,7 +185,7 @@ class TreeGrower:
     def finish(self) -> TreeBatch:
         """The `budget` best nodes of each request, parents first."""
         if self.frontier is not None:
-            raise ValueError(f"finish: {len(self._levels)} levels were expanded, expected {self.spec.depth}")
+            raise BadInput(f"finish: {len(self._levels)} levels were expanded, expected {self.spec.depth}")
 
         def joined(name: str) -> Tensor:
             return torch.cat([level[name] for level in self._levels], dim=1)
@@ -224,7 +225,7 @@ class TreeGrower:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         temperature = torch.as_tensor(self._temperature, dtype=dtype, device=device)
         if temperature.shape not in ((), (batch,)):
-            raise ValueError(f"temperature: {list(temperature.shape)} came, expected a number or [B] = [{batch}]")
+            raise BadInput(f"temperature: {list(temperature.shape)} came, expected a number or [B] = [{batch}]")
         self._warp = Warp(temperature=temperature.expand(batch), **self._filters)
         self._frontier_ids = torch.full((batch, 1), NO_NODE, device=device)
         self._frontier_scores = torch.ones(batch, 1, dtype=dtype, device=device)
@@ -253,7 +254,7 @@ def grow_tree(
         wanted = [paths[i] for i in keep.tolist()]
         logits = draft_fn(wanted)
         if logits.ndim != 2 or logits.shape[0] != len(wanted):
-            raise ValueError(f"draft_fn: logits {list(logits.shape)} came, expected [n, V] with n = {len(wanted)}")
+            raise BadInput(f"draft_fn: logits {list(logits.shape)} came, expected [n, V] with n = {len(wanted)}")
         full = logits.new_zeros(len(paths), logits.shape[1])
         full[keep] = logits
         grower.expand(full.unsqueeze(0))
@@ -272,5 +273,5 @@ def _support(logits: Tensor, valid: Tensor, size: int) -> tuple[Tensor, Tensor]:
     bad = ~torch.isfinite(values[..., 0])  # NaN comes first
     if bool(bad.any()):
         row, node = (int(i) for i in bad.nonzero()[0])
-        raise ValueError(f"logits: NaN or no finite value in request {row}, frontier node {node}; expected logits")
+        raise BadInput(f"logits: NaN or no finite value in request {row}, frontier node {node}; expected logits")
     return values, ids

@@ -16,6 +16,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from bebop.errors import BadInput
+
 Method = Literal["topk", "rheo", "rrsw"]
 NO_NODE = -1
 # leads="auto": 1 above this temperature, else 0, which at temperature 0 is TopK. Scored gain of m = 1 over TopK on the
@@ -43,20 +45,18 @@ class TreeSpec:
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
-            raise ValueError(f"method={self.method!r}: expected one of {', '.join(get_args(Method))}")
+            raise BadInput(f"method={self.method!r}: expected one of {', '.join(get_args(Method))}")
         for name in ("width", "depth", "budget", "support", "probes"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r}: expected an integer, at least 1")
+                raise BadInput(f"{name}={value!r}: expected an integer, at least 1")
         if self.probes > self.width:
-            raise ValueError(f"probes={self.probes}: expected at most width = {self.width}")
+            raise BadInput(f"probes={self.probes}: expected at most width = {self.width}")
         if self.leads == "auto":
             return
         most = self.width - self.probes
         if not isinstance(self.leads, int) or isinstance(self.leads, bool) or not 0 <= self.leads <= most:
-            raise ValueError(
-                f"leads={self.leads!r}: expected 'auto' or an integer in [0, width - probes] = [0, {most}]"
-            )
+            raise BadInput(f"leads={self.leads!r}: expected 'auto' or an integer in [0, width - probes] = [0, {most}]")
 
     def leads_at(self, temperature: Tensor) -> Tensor:
         """m of each request, long, in temperature's shape."""

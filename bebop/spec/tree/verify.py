@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bebop.errors import BadInput
 from bebop.spec import rules
 from bebop.spec.draws import Sampler, invert, sample
 from bebop.spec.random import Purpose, Streams, Uniforms
@@ -191,16 +192,16 @@ def checked_rows(trees: TreeBatch, target: Tensor | Callable[[Tensor], Tensor]) 
     batch, num = trees.tokens.shape
     row = torch.arange(batch, device=trees.tokens.device)
     if isinstance(target, Tensor) and (target.ndim != 3 or target.shape[:2] != (batch, num + 1)):
-        raise ValueError(f"target_probs: {list(target.shape)} came, expected [B, N+1, V] = [{batch}, {num + 1}, V]")
+        raise BadInput(f"target_probs: {list(target.shape)} came, expected [B, N+1, V] = [{batch}, {num + 1}, V]")
     highest = int(torch.maximum(trees.tokens.max(), trees.support_ids.max())) if num else -1
 
     def rows(at: Tensor) -> Tensor:
         probs = target[row, at] if isinstance(target, Tensor) else target(at)
         if probs.ndim != 2 or probs.shape[0] != batch or not probs.is_floating_point():
             came = f"{probs.dtype} {list(probs.shape)}"
-            raise ValueError(f"target_probs: {came} came, expected floats [B, V] with B = {batch}")
+            raise BadInput(f"target_probs: {came} came, expected floats [B, V] with B = {batch}")
         if highest >= probs.shape[1]:
-            raise ValueError(f"trees: token {highest} came, expected ids in [0, {probs.shape[1]})")
+            raise BadInput(f"trees: token {highest} came, expected ids in [0, {probs.shape[1]})")
         probs = probs if probs.dtype == torch.float64 else probs.float()
         near = (probs.sum(-1) - 1).abs() <= _SUM_TOLERANCE.get(probs.dtype, 1e-3)  # NaN compares false
         bad = ~(near & (probs >= 0).all(-1))
@@ -208,7 +209,7 @@ def checked_rows(trees: TreeBatch, target: Tensor | Callable[[Tensor], Tensor]) 
             b = int(bad.nonzero()[0])
             came = f"sum {float(probs[b].sum()):.6g}, smallest value {float(probs[b].min()):.3g}"
             place = f"request {b}, row {int(at[b])}"
-            raise ValueError(f"target_probs: {came} came ({place}), expected a distribution: values >= 0 that sum to 1")
+            raise BadInput(f"target_probs: {came} came ({place}), expected a distribution: values >= 0 that sum to 1")
         return probs
 
     return rows
