@@ -1,4 +1,4 @@
-"""Random policies of the families whose decoder is not MiMo's: small, but with every part that a real one has."""
+"""Random policies of transformers' own model types: small, but with every part that a real one has."""
 
 from __future__ import annotations
 
@@ -40,11 +40,14 @@ def family_config(
     end_id: int,
     pad_id: int,
     linear_layers: bool = True,
+    tied: bool = False,
+    head_dim: int | None = None,
     dtype: str = "float32",
 ) -> Any:
     """transformers' config of a small policy.
 
-    linear_layers: every second layer, from the first on, is a gated delta net where the family has them. Raises
+    linear_layers: every second layer, from the first on, is a gated delta net where the family has them. tied: lm_head
+    is the embeddings. head_dim: of llama, mistral, qwen3 and qwen3_moe, hidden_size / num_heads where None. Raises
     ValueError on an unknown model_type.
     """
     from transformers import AutoConfig
@@ -65,7 +68,12 @@ def family_config(
     sigmoid = {**SIGMOID_EXPERTS, "moe_intermediate_size": experts}
     # vLLM's MLA on a CPU takes DeepSeek's own cache width alone: 512 + 64
     latent = {"q_lora_rank": 24, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+    dense = {"num_key_value_heads": max(1, num_heads // 2), "head_dim": head_dim or hidden_size // num_heads}
     own: dict[str, dict[str, Any]] = {
+        "llama": dense,
+        "mistral": dense | {"sliding_window": None},
+        "qwen3": dense,
+        "qwen3_moe": dense | SOFTMAX_EXPERTS | {"moe_intermediate_size": experts},
         "qwen3_5_text": gated,
         "qwen3_5_moe_text": gated | softmax,
         "qwen3_next": gated | softmax | {"decoder_sparse_step": 1, "mlp_only_layers": []},
@@ -88,7 +96,7 @@ def family_config(
         num_attention_heads=num_heads,
         intermediate_size=intermediate_size,
         max_position_embeddings=2048,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=end_id,
         pad_token_id=pad_id,
@@ -116,16 +124,17 @@ def write_random_family(dest: Path, config: Any, seed: int, *, mtp: bool) -> Non
 @torch.no_grad()
 def _draw(module: torch.nn.Module, generator: torch.Generator) -> None:
     """Weights of standard deviation 1 / sqrt(fan-in), vectors near where they were."""
+    tied = module.config.tie_word_embeddings
     buffers = {name: buffer for name, buffer in module.named_buffers() if name.endswith("e_score_correction_bias")}
     for name, value in {**dict(module.named_parameters()), **buffers}.items():
         noise = torch.randn(value.shape, generator=generator)
-        value.copy_(_drawn(name, value, noise))
+        value.copy_(_drawn(name, value, noise, tied))
 
 
-def _drawn(name: str, value: Tensor, noise: Tensor) -> Tensor:
+def _drawn(name: str, value: Tensor, noise: Tensor, tied: bool) -> Tensor:
     if value.dim() == 1:
         return value + 0.1 * noise
     if "embed_tokens" in name:
-        return noise
+        return 1.2 * noise / math.sqrt(value.shape[-1]) if tied else noise
     gain = 1.2 if "lm_head" in name or "q_proj" in name or "k_proj" in name else 1.0
     return gain * noise / math.sqrt(value.shape[-1])

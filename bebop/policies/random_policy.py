@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bebop.data.tokenizer import token_ids, write_integer_tokenizer, write_tiny_tokenizer
-from bebop.mtp.families import MIMO
 from bebop.policies.layout import ARCHITECTURE, config_dict, policy_shapes, write_policy
 
 # What a published MiMo's config.json says otherwise than the MiMo layout, or beside it; its code is not there.
@@ -43,11 +42,14 @@ def random_checkpoint(
     dtype: str = "float32",
     model_type: str = "qwen2",
     linear_layers: bool = True,
+    tied: bool = False,
+    head_dim: int | None = None,
 ) -> Path:
     """Write a random checkpoint into `dest` and return it.
 
     model_type: qwen2 is the MiMo layout, mimo the same as MiMo is published; or another of bebop.mtp.families,
-    linear_layers: with its linear attention.
+    linear_layers: with its linear attention. tied: lm_head is the embeddings, for other than MiMo's two. head_dim: of
+    llama, mistral, qwen3 and qwen3_moe; hidden_size / num_heads where None.
     vocab: "tiny" takes the tiny policy's tokenizer; an integer n a trivial one with the ids 0..n-1.
     Logits have standard deviation 1.2 or so and depend on the whole prefix, so that distributions are neither flat nor
     certain and the MTP layer agrees with the decoder in part.
@@ -69,10 +71,10 @@ def random_checkpoint(
         "pad_id": pad_id,
         "dtype": dtype,
     }
-    if model_type not in MIMO.classes:
+    if model_type not in ("qwen2", "mimo"):
         from bebop.policies.random_family import family_config, write_random_family
 
-        other = family_config(model_type, **sizes, linear_layers=linear_layers)
+        other = family_config(model_type, **sizes, linear_layers=linear_layers, tied=tied, head_dim=head_dim)
         write_random_family(dest, other, seed, mtp=mtp)
         return dest
     config = config_dict(**sizes, mtp=mtp)

@@ -29,7 +29,8 @@ from bebop.mtp import (
 from bebop.mtp.checkpoint import HEADS_SHARD, INDEX, Tensors, num_mtp_layers
 from bebop.policies import random_checkpoint
 
-REUSED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe")
+OWN = {"llama": {"tied": True}, "qwen3_moe": {"head_dim": 24}}  # of family `decoder`
+REUSED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe", *OWN)
 NATIVE = ("mimo", *REUSED)
 COUNT = {name: "mtp_num_hidden_layers" if "3_5" in name else "num_nextn_predict_layers" for name in NATIVE}
 CU = torch.tensor([0, 3, 14, 20])
@@ -40,7 +41,8 @@ POSITIONS = torch.cat([torch.arange(n) for n in CU.diff().tolist()])
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("families")
-    return {name: random_checkpoint(folder / name, model_type=name, hidden_size=32, num_heads=4) for name in NATIVE}
+    sizes = {"hidden_size": 32, "num_heads": 4}
+    return {name: random_checkpoint(folder / name, model_type=name, **sizes, **OWN.get(name, {})) for name in NATIVE}
 
 
 @pytest.fixture(params=NATIVE)
@@ -65,7 +67,7 @@ def split(policy: Path, dest: Path) -> Path:
     (dest / "model.safetensors").unlink()
     heads = [name for name in tensors if is_head_name(name, config)]
     second = {n for n in tensors if n.startswith("model.layers.1.")} | {*heads[: len(heads) // 2]}
-    third = {"lm_head.weight", "model.norm.weight", *heads[len(heads) // 2 :]}
+    third = {"lm_head.weight", "model.norm.weight", *heads[len(heads) // 2 :]} & set(tensors)
     weight_map = {}
     for number, part in enumerate((set(tensors) - second - third, second, third), 1):
         file = f"model-0000{number}-of-00003.safetensors"
