@@ -11,7 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
+from bebop import registry
 from bebop.config.bench import Bench, KernelBench, SpeculatorsBench, TreeBench
+from bebop.config.members import check_members
 from bebop.config.messages import field_names, one_line
 from bebop.config.sections import (
     Data,
@@ -80,6 +82,9 @@ class Run(Section):
     run_dir: FilePath | None = None
     # seed of everything random
     seed: int = Field(0, ge=0)
+    # modules or Python files to import in every process of the run: they register your own losses, rules, engines or
+    # tasks
+    plugins: list[str] = Field(default_factory=list)
 
 
 class SftConfig(Run):
@@ -257,9 +262,15 @@ def check_tasks(data: Data, command: str) -> None:
 
 
 def check(command: str, values: dict[str, Any]) -> Run:
-    """Turn a composed config into the model of `command`. Raises ConfigError with one line on the first fault."""
+    """Turn a composed config into the model of `command`, and import its plugins.
+
+    Raises ConfigError with one line on the first fault; an error in a plugin's own code passes through.
+    """
     model = COMMANDS[command]
     try:
-        return model.model_validate(values)
+        config = model.model_validate(values)
     except ValidationError as error:
         raise ConfigError(one_line(error.errors()[0], field_names(model))) from None
+    registry.use(config.plugins)
+    check_members(config)
+    return config

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from pydantic import BaseModel
+
+from bebop.registry import nearest
 
 
 def field_names(section: type[BaseModel], prefix: str = "") -> list[str]:
@@ -16,12 +17,6 @@ def field_names(section: type[BaseModel], prefix: str = "") -> list[str]:
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             names += field_names(info.annotation, f"{prefix}{name}.")
     return names
-
-
-def nearest(key: str, known: list[str]) -> str | None:
-    """The known key most like `key`, or None where none is."""
-    found = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return found[0] if found else None
 
 
 def one_line(fault: dict[str, Any], known: list[str]) -> str:

@@ -15,8 +15,9 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from bebop.config import COMMANDS, FilePath
-from bebop.config.messages import field_names, nearest
+from bebop.config.messages import field_names
 from bebop.errors import ConfigError
+from bebop.registry import nearest
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"

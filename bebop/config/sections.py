@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from bebop.config import draft_schedule as schedules
+from bebop.config.members import Member
 from bebop.errors import BadInput
 
-LossName = Literal["hard_ce", "kl", "reverse_kl", "tv", "e2e_tv", "lk", "lk_hybrid"]
+LossName = Annotated[str, Member("LOSSES")]
 Rule = Literal["rejection", "target_only", "block"]
 TreeName = Literal["none", "topk", "rheo", "rrsw"]
 Impl = Literal["auto", "triton", "cpu", "reference"]
@@ -124,16 +125,6 @@ class Loss(Section):
     tau_max: float | None = Field(None, gt=0)
     # implementation of the kernels
     impl: Impl = "auto"
-
-    @model_validator(mode="after")
-    def _kernel_is_there(self) -> Loss:
-        for key, name in (("name", self.name), ("warmup", self.warmup)):
-            if self.impl in ("triton", "cpu") and name not in ("tv", "e2e_tv", "lk", "auto", None):
-                raise BadInput(
-                    f"loss.impl={self.impl} with loss.{key}={name}: only tv, e2e_tv and lk have kernels; "
-                    "set loss.impl=auto"
-                )
-        return self
 
 
 class Sft(Section):

@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 from bebop.errors import BadInput
+from bebop.losses.registry import LOSSES, HeadLoss
+
+# -ln alpha where p and q share no token; the gradient of alpha is 0 there anyway.
+MIN_ALPHA = 1e-20
 
 
 def e2e_tv(alpha: Tensor) -> Tensor:
@@ -26,6 +30,21 @@ def e2e_tv(alpha: Tensor) -> Tensor:
         reached = reached * depth_alpha
         total = total + reached
     return 1 - total / alpha.shape[0]
+
+
+def tv(alpha: Tensor) -> Tensor:
+    """Total variation per anchor, the mean of 1 - alpha over depths: alpha [K, N] -> [N]."""
+    return (1 - alpha).mean(0)
+
+
+def lk(alpha: Tensor) -> Tensor:
+    """-ln alpha per anchor, the mean over depths (arXiv 2602.23881): alpha [K, N] -> [N]."""
+    return -alpha.clamp(min=MIN_ALPHA).log().mean(0)
+
+
+LOSSES.register("e2e_tv", HeadLoss(of_overlap=e2e_tv, total_variation=True))
+LOSSES.register("tv", HeadLoss(of_overlap=tv, total_variation=True))
+LOSSES.register("lk", HeadLoss(of_overlap=lk))
 
 
 class ExpectedAcceptance(NamedTuple):

@@ -8,7 +8,8 @@ one target row.
 | reverse_kl | KL(q || p) = sum q ln(q / p)                     | q (ln(q / p) - KL(q || p))                    |
 | lk_hybrid  | l KL(p || q) + (1 - l) TV, l = exp(-3 sg(alpha)) | l (q - p) + (1 - l) (TV's), arXiv 2602.23881  |
 
-They plug into `bebop_kernels.linear_rows`, which owns the chunking and never keeps a [rows, V] tensor.
+p, q: target and draft at the temperature; sg: without gradient. `head_loss` runs them through
+`bebop_kernels.linear_rows`, which owns the chunking and never keeps a [rows, V] tensor of all rows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from __future__ import annotations
 import torch
 from bebop_kernels import Rows, overlap_rows
 from torch import Tensor
+
+from bebop.losses.registry import LOSSES, HeadLoss
 
 # ln p where the target is filtered out (p = 0): reverse KL is infinite there, and stays large and finite with this
 # floor.
@@ -26,28 +29,23 @@ def _log(rows: Rows) -> Tensor:
     return rows.logprobs.clamp_(min=MIN_LOGPROB)
 
 
-def hard_ce(labels: Tensor):
-    """labels long [K, N]: the token that the text has at each depth."""
-
-    def rows(draft: Rows, target: Rows, index: Tensor, depth: int, anchors: slice, want_grad: bool):
-        label = labels[depth, anchors, None]
-        alpha, _ = overlap_rows(draft, target.probs[index], False)
-        value = -_log(draft).gather(1, label).squeeze(1)
-        if not want_grad:
-            return value, alpha, None
-        return value, alpha, draft.probs.scatter_add(1, label, -torch.ones_like(draft.probs[:, :1]))
-
-    return rows
+def hard_ce(draft: Rows, target: Rows, index: Tensor, labels: Tensor, want_grad: bool):
+    label = labels[:, None]
+    alpha, _ = overlap_rows(draft, target.probs[index], False)
+    value = -_log(draft).gather(1, label).squeeze(1)
+    if not want_grad:
+        return value, alpha, None
+    return value, alpha, draft.probs.scatter_add(1, label, -torch.ones_like(draft.probs[:, :1]))
 
 
-def kl(draft: Rows, target: Rows, index: Tensor, depth: int, anchors: slice, want_grad: bool):
+def kl(draft: Rows, target: Rows, index: Tensor, labels: Tensor, want_grad: bool):
     p = target.probs[index]
     alpha, _ = overlap_rows(draft, p, False)
     value = (p * (_log(target)[index] - _log(draft))).sum(-1)
     return value, alpha, draft.probs - p if want_grad else None
 
 
-def reverse_kl(draft: Rows, target: Rows, index: Tensor, depth: int, anchors: slice, want_grad: bool):
+def reverse_kl(draft: Rows, target: Rows, index: Tensor, labels: Tensor, want_grad: bool):
     q = draft.probs
     alpha, _ = overlap_rows(draft, target.probs[index], False)
     ratio = _log(draft) - _log(target)[index]
@@ -55,7 +53,7 @@ def reverse_kl(draft: Rows, target: Rows, index: Tensor, depth: int, anchors: sl
     return value, alpha, q * (ratio - value[:, None]) if want_grad else None
 
 
-def lk_hybrid(draft: Rows, target: Rows, index: Tensor, depth: int, anchors: slice, want_grad: bool):
+def lk_hybrid(draft: Rows, target: Rows, index: Tensor, labels: Tensor, want_grad: bool):
     p = target.probs[index]
     alpha, overlap_grad = overlap_rows(draft, p, want_grad)
     share = (-3 * alpha).exp()
@@ -64,3 +62,9 @@ def lk_hybrid(draft: Rows, target: Rows, index: Tensor, depth: int, anchors: sli
     if not want_grad:
         return value, alpha, None
     return value, alpha, share[:, None] * (draft.probs - p) - (1 - share)[:, None] * overlap_grad
+
+
+LOSSES.register("hard_ce", HeadLoss(of_rows=hard_ce, reads_labels=True))
+LOSSES.register("kl", HeadLoss(of_rows=kl))
+LOSSES.register("reverse_kl", HeadLoss(of_rows=reverse_kl))
+LOSSES.register("lk_hybrid", HeadLoss(of_rows=lk_hybrid))

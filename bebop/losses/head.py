@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from bebop_kernels import TvStatistics, linear_rows, linear_tv_overlap, tv_statistics
+from bebop_kernels import Rows, TvStatistics, linear_rows, linear_tv_overlap, tv_statistics
 from torch import Tensor
 
 from bebop.errors import BadInput
-from bebop.losses import divergences
-from bebop.losses.acceptance import e2e_tv
-
-LOSSES = ("hard_ce", "kl", "reverse_kl", "tv", "e2e_tv", "lk", "lk_hybrid")
-# -ln alpha where p and q share no token; the gradient of alpha is 0 there anyway.
-MIN_ALPHA = 1e-20
+from bebop.losses.registry import LOSSES, HeadLoss, RowLoss
 
 
 def head_loss(
@@ -35,41 +30,42 @@ def head_loss(
 ) -> tuple[Tensor, Tensor]:
     """Mean loss over anchors, and alpha per depth and anchor.
 
-    name: hard_ce, kl, reverse_kl, tv, lk, lk_hybrid (each the mean over depths) or e2e_tv (over the whole draft).
-    draft_hidden [K, N, D] with gradient; target_hidden [M, D]; weight [V, D]; target_index long [K, N], rows of
-    target_hidden; labels long [K, N], the text's tokens (used by hard_ce alone). tau_max clamps each anchor's
-    loss of tv and e2e_tv alone, which lie in [0, 1], by autograd: its gradient is 0 where it clamps. Returns (scalar,
+    name: a name in LOSSES. draft_hidden [K, N, D] with gradient; target_hidden [M, D]; weight [V, D]; target_index long
+    [K, N], rows of target_hidden; labels long [K, N], the text's tokens, for losses that read them. tau_max clamps each
+    anchor's loss for losses in [0, 1] (tv, e2e_tv), by autograd: the gradient is 0 where it clamps. Returns (scalar,
     alpha [K, N] detached float32).
-    impl: as in linear_tv_overlap for tv, e2e_tv and lk; the others have the reference alone and refuse another.
+    impl: as in linear_tv_overlap for losses of the overlap; the others have only the reference and refuse another.
     Without anchors the loss is 0, with a zero gradient. Raises ValueError naming the argument; an unknown name lists
     the known ones.
     """
+    loss = LOSSES[name]
     target_hidden, weight = target_hidden.detach(), weight.detach()
-    if name in ("tv", "e2e_tv", "lk"):
+    if loss.of_overlap is not None:
         alpha = linear_tv_overlap(draft_hidden, target_hidden, weight, target_index, temperature=temperature, impl=impl)
-        if name == "e2e_tv":
-            per_anchor = e2e_tv(alpha)
-        elif name == "tv":
-            per_anchor = (1 - alpha).mean(0)
-        else:
-            per_anchor = -alpha.clamp(min=MIN_ALPHA).log().mean(0)
-    elif name in LOSSES:
+        per_anchor = loss.of_overlap(alpha)
+    else:
         if impl not in ("auto", "reference"):
-            raise BadInput(f"impl={impl!r}: the loss {name} has no such kernel; set loss.impl to auto or reference")
-        row_function = getattr(divergences, name)
-        if name == "hard_ce":
+            raise BadInput(f"impl: got {impl!r}, expected auto or reference: the loss {name} has no kernel")
+        if loss.reads_labels:
             _check_labels(labels, target_index, weight.shape[0])
-            row_function = row_function(labels)
         per_depth, alpha = linear_rows(
-            draft_hidden, target_hidden, weight, target_index, row_function, temperature=temperature
+            draft_hidden, target_hidden, weight, target_index, _with_labels(loss, labels), temperature=temperature
         )
         per_anchor = per_depth.mean(0)
-    else:
-        raise BadInput(f"name={name!r}: expected one of {', '.join(LOSSES)}; set loss.name")
-    if tau_max is not None and name in ("tv", "e2e_tv"):
+    if tau_max is not None and loss.total_variation:
         per_anchor = per_anchor.clamp(max=tau_max)
-    loss = per_anchor.mean() if per_anchor.numel() else draft_hidden.float().sum() * 0
-    return loss, alpha.detach().float()
+    mean = per_anchor.mean() if per_anchor.numel() else draft_hidden.float().sum() * 0
+    return mean, alpha.detach().float()
+
+
+def _with_labels(loss: HeadLoss, labels: Tensor):
+    """The loss as a row function of bebop_kernels.linear_rows, which knows a row by its depth and anchor."""
+    of_rows: RowLoss = loss.of_rows
+
+    def rows(draft: Rows, target: Rows, index: Tensor, depth: int, anchors: slice, want_grad: bool):
+        return of_rows(draft, target, index, labels[depth, anchors], want_grad)
+
+    return rows
 
 
 @torch.no_grad()

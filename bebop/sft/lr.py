@@ -14,6 +14,7 @@ import torch
 
 from bebop.config import Loss, Sft
 from bebop.errors import BadInput
+from bebop.losses import LOSSES
 
 Batch = TypeVar("Batch")
 
@@ -39,14 +40,14 @@ def regression_at(step: int, sft: Sft) -> tuple[Sft, int]:
 
 
 def resolve_warmup(loss: Loss, *, cold: bool) -> Loss:
-    """The loss with warmup=auto made out: lk where a TV loss meets cold heads, which were made for this run, else none.
+    """The loss with warmup=auto resolved: lk before a TV loss for cold heads (made for this run), else none.
 
-    The gradient of a TV loss is small where every overlap is, so fresh heads learn slowly by it; -log alpha divides
-    that by alpha.
+    The gradient of a TV loss is small where every overlap is small, so cold heads learn slowly from it; the gradient of
+    -log alpha is the same divided by alpha.
     """
     if loss.warmup != "auto":
         return loss
-    return loss.model_copy(update={"warmup": "lk" if cold and loss.name in ("tv", "e2e_tv") else None})
+    return loss.model_copy(update={"warmup": "lk" if cold and LOSSES[loss.name].total_variation else None})
 
 
 def loss_at(step: int, steps: int, loss: Loss) -> str:

@@ -114,7 +114,7 @@ def test_async_without_a_correction_is_refused(capsys):
 
 def test_a_kernel_that_the_loss_does_not_have_is_refused_before_anything_loads(capsys):
     assert main(["sft", "loss=hard_ce", "loss.impl=cpu"]) == 2
-    assert "loss.impl=cpu with loss.name=hard_ce" in capsys.readouterr().err
+    assert "loss.impl: got cpu with loss.name=hard_ce" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import get_args
 
 import pytest
 import torch
 
-from bebop.config import LossName
 from bebop.losses import LOSSES, e2e_tv, expected_acceptance, head_loss, hidden_regression, score_drafts
 
 
@@ -147,9 +145,8 @@ def test_disjoint_draft_and_target_stay_finite(name):
     assert loss.isfinite() and draft.grad.isfinite().all()
 
 
-def test_names_are_the_configs_and_an_unknown_one_lists_them():
-    assert get_args(LossName) == LOSSES
-    with pytest.raises(ValueError, match=r"name='ce': expected one of hard_ce, .*set loss.name"):
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"loss.name: got 'ce', expected one of hard_ce, "):
         head_loss("ce", *inputs())
 
 
@@ -221,7 +218,7 @@ def test_expected_acceptance_refuses_other_shapes_and_nan():
 def test_a_loss_without_a_kernel_refuses_to_be_asked_for_one(name):
     draft, target, weight = torch.randn(1, 2, 3), torch.randn(3, 3), torch.randn(5, 3)
     index = torch.tensor([[0, 1]])
-    with pytest.raises(ValueError, match=rf"^impl='cpu': the loss {name} has no such kernel"):
+    with pytest.raises(ValueError, match=rf"^impl: got 'cpu', .* the loss {name} has no kernel"):
         head_loss(name, draft, target, weight, index, index, impl="cpu")
 
 

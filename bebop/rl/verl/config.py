@@ -15,10 +15,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from bebop.config import GrpoConfig, check_depth
-from bebop.config.messages import nearest
 from bebop.data.tasks import has_verifier
 from bebop.engines.schedule import vllm_ranges
 from bebop.errors import ConfigError
+from bebop.registry import nearest
 
 LOGITS_BUDGET = 2**27  # largest number of logits in one training micro-batch, a fp32 tensor of 512 MiB
 SERVED_FAMILY = "mimo"  # of bebop.mtp.families: the one whose names the engines take updates under
