@@ -42,6 +42,10 @@ class SftError(BebopError, RuntimeError):
     """Head training failed. The message is one line; the traceback is in the file that it names."""
 
 
+class VerifierError(BebopError, RuntimeError):
+    """A reward function cannot be used, or too many rewards of a run failed."""
+
+
 class BenchError(BebopError, RuntimeError):
     """A measurement failed."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import threading
@@ -88,3 +89,30 @@ def score(prompt: Prompt, response: str) -> float:
     entry = dict(prompt.entry)
     value = dataset(prompt.task, entry.pop("params", {})).score_answer(answer, entry)
     return min(1.0, max(0.0, float(value)))
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """`score` with the arguments of a verl reward function; ground_truth is the prompt as `pack` writes it."""
+    return score(unpack(ground_truth), solution_str)
+
+
+def _prepare(ground_truth: str | None) -> None:
+    """Import the verifiers, or make the data set that a prompt comes from: see `bebop.verifiers.helper`."""
+    if ground_truth is None:
+        import reasoning_gym  # noqa: F401
+    else:
+        prompt = unpack(ground_truth)
+        dataset(prompt.task, prompt.entry.get("params", {}))
+
+
+compute_score.prepare = _prepare  # type: ignore[attr-defined]
+
+
+def pack(prompt: Prompt) -> str:
+    """A prompt without its worked solution, as JSON: all that its verifier needs."""
+    return json.dumps(dataclasses.asdict(dataclasses.replace(prompt, solution=None, entry=dict(prompt.entry))))
+
+
+def unpack(text: str) -> Prompt:
+    """The inverse of `pack`."""
+    return Prompt(**json.loads(text))

@@ -5,11 +5,10 @@ A row carries the prompt's own record as JSON in `reward_model.ground_truth`, wh
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from bebop.data.tasks import pack
 from bebop.records import Prompt
 
 
@@ -24,16 +23,6 @@ def rows(prompts: Sequence[Prompt]) -> list[dict]:
         }
         for index, prompt in enumerate(prompts)
     ]
-
-
-def pack(prompt: Prompt) -> str:
-    """A prompt without its worked solution, as JSON."""
-    return json.dumps(dataclasses.asdict(dataclasses.replace(prompt, solution=None, entry=dict(prompt.entry))))
-
-
-def unpack(text: str) -> Prompt:
-    """The inverse of `pack`."""
-    return Prompt(**json.loads(text))
 
 
 def write_parquet(prompts: Sequence[Prompt], path: Path) -> Path:

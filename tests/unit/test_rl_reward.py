@@ -9,13 +9,13 @@ import pytest
 
 from bebop.config import Task
 from bebop.data.prompts import make_prompts
-from bebop.data.tasks import score
-from bebop.rl.prompts import pack, rows, unpack, write_parquet
+from bebop.data.tasks import pack, score, unpack
+from bebop.rl.prompts import rows, write_parquet
 from bebop.rl.rollout import reward
 
 
 def compute_score(*args) -> float:
-    return asyncio.run(reward.compute_score(*args))
+    return asyncio.run(reward.compute_score(*args))["score"]
 
 
 @pytest.fixture(scope="module")

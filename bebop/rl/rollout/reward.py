@@ -1,19 +1,41 @@
-"""The reward: the task's own verifier on the response's text, through verl's `reward.custom_reward_function`.
+"""The reward of a GRPO run: a verifier on the response's text, in the box (`bebop.verifiers`).
 
-A coroutine, so that verl calls it on its event loop one at a time: in a thread pool the first calls would race to
-import reasoning-gym. Scoring takes half a millisecond.
+verl calls `compute_score` (`reward.custom_reward_function`) on its event loop, with the settings of the box as keyword
+arguments (`reward_kwargs`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from typing import Any
 
-from bebop.data.tasks import score
-from bebop.rl.prompts import unpack
+from bebop.verifiers import TASKS_FUNCTION, VerifierBox
 
 
 async def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
-) -> float:
-    """Score in [0, 1] of a response. `ground_truth` is the prompt as `bebop.rl.prompts.pack` wrote it."""
-    return float(score(unpack(ground_truth), solution_str))
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,
+    *,
+    function: str = TASKS_FUNCTION,
+    sealed: bool = True,
+    timeout_s: float = 4.0,
+    **_: Any,
+) -> dict[str, Any]:
+    """Score of a response, under verl's names `score` and `acc`, and the kind of failure or "" as `verifier_failure`.
+
+    function: see `VerifierBox`; for the tasks of data.tasks, ground_truth is the prompt as data.tasks.pack wrote it.
+    """
+    box = _box(function, sealed, timeout_s)
+    verdict = await asyncio.wrap_future(
+        box.submit(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info)
+    )
+    return {"score": verdict.score, "acc": verdict.score, "verifier_failure": verdict.failure or ""}
+
+
+@functools.lru_cache(maxsize=4)
+def _box(function: str, sealed: bool, timeout_s: float) -> VerifierBox:
+    bounds = (0.0, 1.0) if function == TASKS_FUNCTION else None
+    return VerifierBox(function, sealed=sealed, timeout_s=timeout_s, bounds=bounds)
