@@ -6,17 +6,15 @@ Exit codes: 0 done, 1 the command ran and failed (doctor found a fault, a stage 
 from __future__ import annotations
 
 import importlib
-import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from bebop.config import COMMANDS, Run, check
 from bebop.config.overrides import CONFIGS, ROOT, Arguments, parse
-from bebop.errors import BebopError, ConfigError
+from bebop.errors import BebopError, ConfigError, LoggerError
 
 # command -> module with run(config, run_dir)
 STAGES = {
@@ -95,7 +93,9 @@ def _yaml(values: dict[str, Any]) -> str:
 
 
 def _run(command: str, config: Run) -> int:
-    from bebop.monitor import LoggerError, check_wandb, write_run_json
+    from bebop.store.files import disk_fault
+    from bebop.store.run_folder import begin, new_folder
+    from bebop.store.wandb import check_wandb
 
     if command == "report":
         run_dir = Path(config.run)
@@ -108,44 +108,18 @@ def _run(command: str, config: Run) -> int:
             check_wandb(config.logger.wandb)
         except LoggerError as error:
             raise ConfigError(str(error)) from None
-    run_dir = Path(config.run_dir or Path("runs") / command / time.strftime("%Y%m%d-%H%M%S")).resolve()
-    values = config.model_dump(mode="json")
-    _refuse_another_run(run_dir, command, values)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_run_json(run_dir, command, values)
-    result = importlib.import_module(STAGES[command]).run(config, run_dir)
-    print(run_dir)
+    run_dir = (config.run_dir or new_folder(command)).resolve()
+    with begin(run_dir, command, config.model_dump(mode="json"), free=RESUMABLE):
+        try:
+            result = importlib.import_module(STAGES[command]).run(config, run_dir)
+        except BebopError:
+            raise
+        except Exception as error:
+            if fault := disk_fault(error, run_dir):
+                raise fault from error
+            raise
+    print(run_dir, flush=True)
     return result if isinstance(result, int) else 0
-
-
-def _refuse_another_run(run_dir: Path, command: str, values: dict[str, Any]) -> None:
-    """A folder is resumed by the command that began in it, and by no other."""
-    path = run_dir / "run.json"
-    if not path.is_file():
-        return
-    before = json.loads(path.read_text())
-    if before.get("command") != command:
-        raise ConfigError(
-            f"run_dir={run_dir} holds a run of `{before.get('command')}`, not of `{command}`; choose another run_dir"
-        )
-    old, new = _flat(before.get("config", {})), _flat(values)
-    for key in sorted(old.keys() | new.keys()):
-        if any(key == free or key.startswith(free + ".") for free in RESUMABLE):
-            continue
-        if old.get(key) != new.get(key):
-            raise ConfigError(
-                f"run_dir={run_dir} holds a run with {key}={old.get(key)}, this one has {key}={new.get(key)}; "
-                "choose another run_dir, or the same value to go on with that run"
-            )
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(values, dict) or not values:
-        return {prefix[:-1]: values}
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.")
-    return flat
 
 
 def _multirun(command: str, arguments: Arguments) -> int:
@@ -153,32 +127,36 @@ def _multirun(command: str, arguments: Arguments) -> int:
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
+    from bebop.store.run_folder import new_folder, sweep_folder
+
     parsed = OverridesParser.create().parse_overrides(arguments.overrides)
-    base = Path("runs") / command / time.strftime("%Y%m%d-%H%M%S")
-    jobs = [list(job) for job in BasicSweeper.split_arguments(parsed, None)[0]]
     swept = {o.key_or_group for o in parsed if o.is_sweep_override()}
-    worst, finished = 0, []
-    for number, job in enumerate(jobs):
-        mine = [word for word in job if not word.startswith("run_dir=")]
-        given = [word.split("=", 1)[1].strip("'\"") for word in job if word.startswith("run_dir=")]
-        label = "_".join(w for w in mine if w.split("=")[0] in swept).replace("/", "-").replace(" ", "")
-        folder = (Path(given[0]) if given else base) / f"{number}_{label}"
+    jobs, base = [], None
+    for job in BasicSweeper.split_arguments(parsed, None)[0]:
+        jobs.append([word for word in job if not word.startswith("run_dir=")])
+        for word in job:
+            if word.startswith("run_dir="):
+                base = Path(word.split("=", 1)[1].strip("'\""))
         # Configs are checked for every job before the first one starts.
-        check(command, compose(command, Arguments(mine, arguments.verl)))
-        finished.append((mine, folder))
+        values = compose(command, Arguments(jobs[-1], arguments.verl))
+        check(command, values)
+        if arguments.show or arguments.dry_run:
+            print(f"# {' '.join(jobs[-1])}\n{_yaml(values)}", end="")
     if arguments.show or arguments.dry_run:
-        for mine, _ in finished:
-            print(f"# {' '.join(mine)}\n{_yaml(compose(command, Arguments(mine, arguments.verl)))}", end="")
         return 0
-    for number, (mine, folder) in enumerate(finished):
-        print(f"bebop: job {number + 1} of {len(finished)}: {' '.join(mine)}", file=sys.stderr)
-        words = [*mine, *(f"verl.{word}" for word in arguments.verl), f"run_dir={folder}"]
+    base = base or new_folder(command)
+    worst, folders = 0, []
+    for number, job in enumerate(jobs):
+        print(f"bebop: job {number + 1} of {len(jobs)}: {' '.join(job)}", file=sys.stderr)
+        folders.append(sweep_folder(base, number, [word for word in job if word.split("=")[0] in swept]))
+        words = [*job, *(f"verl.{word}" for word in arguments.verl), f"run_dir={folders[-1]}"]
         code = subprocess.run([sys.executable, "-m", "bebop.cli", command, *words], check=False).returncode
         worst = max(worst, abs(code))
     if command == "sft" and not worst:
         from bebop.sft.compare import compare
 
-        print(compare([folder for _, folder in finished], finished[0][1].parent), flush=True)
+        print(compare(folders, base))
+    print(base, flush=True)
     return worst
 
 

@@ -22,6 +22,10 @@ class LoggerError(BebopError, RuntimeError):
     """Weights & Biases cannot do what logger.* asks for."""
 
 
+class DiskError(BebopError, OSError):
+    """A path that cannot be written or read: full disk, missing rights, folder in use by another run."""
+
+
 class PatchRefused(BebopError, RuntimeError):
     """A correction to vLLM or verl does not fit the installed version."""
 

@@ -13,15 +13,8 @@ from bebop.monitor.decomposition import (
 from bebop.monitor.report import write_report
 from bebop.monitor.slope import Slope, fit_slope
 from bebop.monitor.summary import state_of, summarise
-from bebop.store.run_folder import (
-    JsonlSink,
-    read_records,
-    read_steps,
-    step_from_json,
-    step_to_json,
-    write_run_json,
-    write_summary,
-)
+from bebop.store.metrics import JsonlSink, read_records, read_steps, step_from_json, step_to_json
+from bebop.store.run_folder import write_run_json, write_summary
 from bebop.store.tables import format_table, print_table
 from bebop.store.wandb import WandbSink, check_wandb
 

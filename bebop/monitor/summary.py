@@ -12,7 +12,8 @@ from bebop.monitor.decision import Decision, MonitorState, decide
 from bebop.monitor.decomposition import current, slope_of
 from bebop.monitor.slope import Slope, fit_slope
 from bebop.records import DraftCounts, StepRecord
-from bebop.store.run_folder import read_json, read_records, read_steps
+from bebop.store.files import read_json
+from bebop.store.metrics import read_records, read_steps
 
 WINDOW = 5  # steps that "first" and "last" average
 

@@ -8,7 +8,6 @@ gradient is that of one mean over all anchors of the global batch, whatever the 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from bebop.errors import BadInput
+from bebop.store.files import read_json, write_json
 
 ADAMW_RMS = 0.2  # root mean square of AdamW's updates, per unit of learning rate
 # Of a wait for the others: while one fills a file of hidden states or writes the checkpoint, the others wait as long as
@@ -199,7 +199,7 @@ class Trainer:
         last = folder / LAST
         if not last.exists():
             return None
-        saved = json.loads(last.read_text())
+        saved = read_json(last)
         for key, mine in (("num_processes", self.world_size), ("zero_stage", self.zero_stage)):
             theirs = saved["world_size" if key == "num_processes" else key]
             if theirs != mine:
@@ -232,10 +232,3 @@ def _gather_frozen_with_parent(module: torch.nn.Module) -> None:
         if not parameter.requires_grad:
             parent = modules[".".join(name.split(".")[:-2])]
             deepspeed.zero.register_external_parameter(parent, parameter)
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never a part."""
-    part = path.with_name(path.name + f".{os.getpid()}.part")
-    part.write_text(json.dumps(value, indent=1))
-    part.replace(path)

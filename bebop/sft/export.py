@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,18 +12,20 @@ from torch import Tensor
 from bebop.acceptance.scores import Acceptance
 from bebop.data.self_distill import META
 from bebop.mtp import checkpoint_checksums, head_tensors, write_checkpoint
-from bebop.sft.deepspeed import write_json
 from bebop.sft.job import Job
 from bebop.sft.model_card import write_card
 from bebop.sft.stage import CHECKPOINT, RESULT
-from bebop.store.run_folder import package_versions, read_json
+from bebop.store.environment import package_versions
+from bebop.store.files import read_json, write_json
+
+log = logging.getLogger(__name__)
 
 
 def export(job: Job, tensors: Mapping[str, Tensor], scored: Acceptance, facts: Mapping[str, Any]) -> None:
-    """Write run_dir/checkpoint, the policy with `tensors` as its heads, in the policy's dtype, its model card, and
-    sft_result.json.
+    """Write run_dir/checkpoint (the policy with `tensors` as its heads, in its dtype), sft_result.json, the model card.
 
-    tensors: the trained head's parameters by name. The result file comes last: with it the training counts as finished.
+    tensors: the trained head's parameters by name. With sft_result.json the training counts as finished; if the card
+    cannot be written after it, that is a warning.
     """
     config, text = job.config, read_json(job.text_dir / META)
     dtype = getattr(torch, config.model.dtype)
@@ -48,7 +51,6 @@ def export(job: Job, tensors: Mapping[str, Tensor], scored: Acceptance, facts: M
     }
     checkpoint = job.run_dir / CHECKPOINT
     write_checkpoint(job.policy_dir, checkpoint, heads, provenance)
-    write_card(checkpoint, provenance)
     checksums = checkpoint_checksums(checkpoint)
     short = {key: value for key, value in provenance.items() if key not in ("config", "versions", "all_tasks")}
     write_json(
@@ -60,3 +62,7 @@ def export(job: Job, tensors: Mapping[str, Tensor], scored: Acceptance, facts: M
             "backbone_checksum": checksums.backbone,
         },
     )
+    try:
+        write_card(checkpoint, provenance)
+    except Exception as error:
+        log.warning("%s: the model card was not written (%s: %s)", checkpoint, type(error).__name__, error)

@@ -7,13 +7,14 @@ one section between two marks, which a later training replaces.
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from bebop.store.files import write_text
 
 log = logging.getLogger(__name__)
 CARD = "README.md"
@@ -25,12 +26,11 @@ FRONT = re.compile(r"\A---\n(.*?)\n---\n?", re.DOTALL)
 def write_card(checkpoint: Path, made: Mapping[str, Any]) -> None:
     """Write the card of `checkpoint`, over the one that is there, if any. made: the provenance in its bebop.json.
 
-    Front matter that is no YAML mapping stays in the text as it is, behind the new one.
+    Front matter that is no YAML mapping stays in the text as it is, after the new one; so do bytes that are no UTF-8.
     """
     path = checkpoint / CARD
-    part = path.with_name(f"{CARD}.{os.getpid()}.part")
-    part.write_text(merge(path.read_text() if path.exists() else None, made))
-    part.replace(path)
+    before = path.read_bytes().decode("utf-8", errors="surrogateescape") if path.exists() else None
+    write_text(path, merge(before, made))
 
 
 def merge(before: str | None, made: Mapping[str, Any]) -> str:

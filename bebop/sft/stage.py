@@ -1,4 +1,4 @@
-"""`sft`: policy, text, training, checkpoint. Every part is skipped where the run folder or the cache has it already."""
+"""`sft`: policy, training sequences, training, checkpoint. A part that the run folder or the cache has is skipped."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any
 
 from bebop.config import SftConfig
 from bebop.errors import ConfigError
-from bebop.monitor import check_wandb, write_summary
 from bebop.policies import prepare_policy
 from bebop.sft.job import Job
 from bebop.sft.launch import launch
 from bebop.sft.training_sequences import prepare_text
-from bebop.store.files import cache_home
-from bebop.store.run_folder import read_json
+from bebop.store.files import cache_home, check_room, read_json, write_text
+from bebop.store.run_folder import owned, refuse_changes, write_summary
+from bebop.store.wandb import check_wandb
 
 log = logging.getLogger(__name__)
 JOB, RESULT, CHECKPOINT = "sft_job.json", "sft_result.json", "checkpoint"
+# keys in which a resumed run may differ
+FREE = ("run_dir", "logger", "rollout", "sft.eval_every", "sft.save_every")
 
 
 @dataclass(frozen=True)
@@ -31,45 +33,46 @@ class SftResult:
 
 
 def run(config: SftConfig, run_dir: Path) -> SftResult:
-    """Train heads as `config` says, in `run_dir`; a folder with unfinished training goes on from its last checkpoint.
+    """Train heads as `config` says, in `run_dir`; unfinished training there resumes from its last checkpoint.
 
-    Raises ConfigError before any model loads, SftError where training fails.
+    Raises ConfigError or DiskError before any model loads, SftError if training fails.
     """
     check_temperatures(config)
     check_wandb(config.logger.wandb)
     run_dir = run_dir.resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    checkpoint = run_dir / CHECKPOINT
-    started = time.monotonic()
-    times: dict[str, float] = {}
-    if not (run_dir / RESULT).exists():
-        policy_dir = prepare_policy(config.model, config.seed)
-        times["policy_s"] = time.monotonic() - started
-        text_dir, _ = prepare_text(config, policy_dir, cache_home())
-        times["text_s"] = time.monotonic() - started - times["policy_s"]
-        train(config, policy_dir, text_dir, run_dir)
-        times["train_s"] = time.monotonic() - started - times["policy_s"] - times["text_s"]
-    else:
-        _refuse_other_config(config, run_dir)
-        log.info("sft: %s is finished", run_dir)
-    summary = {**read_json(run_dir / RESULT), **{name: round(value, 1) for name, value in times.items()}}
-    write_summary(run_dir, summary)
+    with owned(run_dir):
+        times = _run(config, run_dir)
+        summary = {**read_json(run_dir / RESULT), **{name: round(value, 1) for name, value in times.items()}}
+        write_summary(run_dir, summary)
     print(describe(summary), flush=True)
-    return SftResult(checkpoint, summary)
+    return SftResult(run_dir / CHECKPOINT, summary)
+
+
+def _run(config: SftConfig, run_dir: Path) -> dict[str, float]:
+    """Do what is not done yet; returns the seconds of each part."""
+    if before := read_json(run_dir / JOB):
+        refuse_changes(run_dir, before["config"], config.model_dump(mode="json"), free=FREE)
+    if (run_dir / RESULT).exists():
+        log.info("sft: %s is finished", run_dir)
+        return {}
+    times: dict[str, float] = {}
+    started = time.monotonic()
+    policy_dir = prepare_policy(config.model, config.seed)
+    times["policy_s"] = time.monotonic() - started
+    size = sum(file.stat().st_size for file in policy_dir.iterdir() if file.is_file())
+    check_room(run_dir, size, "a copy of the policy")
+    text_dir, _ = prepare_text(config, policy_dir, cache_home())
+    times["text_s"] = time.monotonic() - started - times["policy_s"]
+    train(config, policy_dir, text_dir, run_dir)
+    times["train_s"] = time.monotonic() - started - times["policy_s"] - times["text_s"]
+    return times
 
 
 def train(config: SftConfig, policy_dir: Path, text_dir: Path, run_dir: Path) -> None:
-    """Train on the text set in `text_dir` and write run_dir/checkpoint; in processes of its own."""
+    """Train on the training sequences in `text_dir` and write run_dir/checkpoint; in processes of its own."""
     job = Job(config=config, policy_dir=policy_dir, text_dir=text_dir, run_dir=run_dir)
-    (run_dir / JOB).write_text(job.model_dump_json(indent=1))
+    write_text(run_dir / JOB, job.model_dump_json(indent=1))
     launch(run_dir / JOB, run_dir, config.sft.num_processes)
-
-
-def _refuse_other_config(config: SftConfig, run_dir: Path) -> None:
-    before = Job.model_validate_json((run_dir / JOB).read_text()).config
-    for section in ("model", "data", "loss", "sft", "seed"):
-        if getattr(before, section) != getattr(config, section):
-            raise ConfigError(f"run_dir={run_dir}: holds heads trained with another {section}; choose another run_dir")
 
 
 def check_temperatures(config: SftConfig) -> None:

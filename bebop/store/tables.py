@@ -1,53 +1,67 @@
-"""Aligned plain text tables for the console."""
+"""Tables for the console, Markdown and HTML, by `tabulate`; and CSV files."""
 
 from __future__ import annotations
 
+import csv
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
+from tabulate import tabulate
+
 from bebop.errors import BadInput
+from bebop.store.files import replacing
+
+Rows = Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]]
+STYLES = {"console": "simple", "markdown": "pipe", "html": "html"}  # bebop's name -> tabulate's
 
 
-def format_table(
-    rows: Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]], header: Sequence[str] | None = None
-) -> str:
-    """Rows of one length, or mappings whose keys are the header, as aligned columns; numbers stand to the right."""
+def format_table(rows: Rows, header: Sequence[str] | None = None, *, style: str = "console") -> str:
+    """Rows as a table, "" without any; columns of numbers are aligned right.
+
+    rows: sequences of one length, or mappings, whose keys are the header (those of all rows, in order of appearance).
+    style: "console", "markdown" or "html" (escaped). Raises BadInput on rows of different lengths.
+    """
     if rows and isinstance(rows[0], Mapping):
-        header = list(rows[0]) if header is None else list(header)
+        header = list(dict.fromkeys(key for row in rows for key in row)) if header is None else list(header)
         rows = [[row.get(key) for key in header] for row in rows]
     lengths = {len(row) for row in rows} | ({len(header)} if header else set())
     if len(lengths) > 1:
-        raise BadInput(f"rows: lengths {sorted(lengths)} came, expected one length for all rows and the header")
-    cells = [[text(value) for value in row] for row in rows]
-    shown = ([list(header)] if header else []) + cells
-    if not shown:
+        raise BadInput(f"rows: got lengths {sorted(lengths)}, expected one length for all rows and the header")
+    if not rows and not header:
         return ""
-    widths = [max(len(line[i]) for line in shown) for i in range(len(shown[0]))]
-    right = [bool(rows) and all(_is_number(row[i]) for row in rows) for i in range(len(widths))]
-    lines = [
-        "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)).rstrip()
-        for line in shown
-    ]
-    if header:
-        lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    width = lengths.pop()
+    right = [bool(rows) and all(_is_number(row[i]) for row in rows) for i in range(width)]
+    table = tabulate(
+        [[text(value) for value in row] for row in rows],
+        headers=list(header or ()),
+        tablefmt=STYLES[style] if header or style != "console" else "plain",
+        disable_numparse=True,
+        colalign=["right" if is_right else "left" for is_right in right],
+    )
+    return "\n".join(line.rstrip() for line in table.splitlines())
 
 
 def print_table(
-    rows: Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]],
-    header: Sequence[str] | None = None,
-    *,
-    title: str | None = None,
-    file: TextIO | None = None,
+    rows: Rows, header: Sequence[str] | None = None, *, title: str | None = None, file: TextIO | None = None
 ) -> None:
     """Print `format_table`, under a title if there is one."""
     table = format_table(rows, header)
     print("\n".join(part for part in (title, table) if part), file=file or sys.stdout, flush=True)
 
 
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write mappings as a CSV file, whole or not at all. Columns: the keys of all rows, in order of appearance."""
+    with replacing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
 def text(value: Any, digits: int = 3) -> str:
-    """A value as a reader wants it: floats with `digits` decimals, None as a dash."""
+    """A value for a reader: floats with `digits` decimals, None as a dash."""
     if value is None:
         return "–"
     if isinstance(value, float):

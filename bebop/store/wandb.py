@@ -16,7 +16,8 @@ from typing import Any
 from bebop.errors import LoggerError
 from bebop.records import StepRecord
 from bebop.store.definitions import PREFIX, definitions_table, flatten
-from bebop.store.run_folder import plain, read_json, read_records, step_from_json
+from bebop.store.files import plain, read_json, write_text
+from bebop.store.metrics import read_records, step_from_json
 
 MODES = ("offline", "online", "disabled")
 BY_ENTROPY = f"{PREFIX}by_entropy/acceptance_length"  # acceptance length with entropy as its x axis
@@ -163,5 +164,5 @@ def _run_id(run_dir: Path) -> str:
     """Id under which an online run goes on after a resume."""
     path = run_dir / "wandb_run_id"
     if not path.exists():
-        path.write_text(os.urandom(6).hex())
+        write_text(path, os.urandom(6).hex())
     return path.read_text().strip()

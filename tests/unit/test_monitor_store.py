@@ -91,12 +91,12 @@ def test_of_two_lines_of_one_step_the_later_counts_within_its_kind(tmp_path):
 
 def test_bad_line_in_the_middle_is_an_error_that_names_it(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "note"}\n{"kind": "no\n{"kind": "note"}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl:2: not a JSON object"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2: got "):
         read_records(tmp_path)
 
 
 def test_record_without_a_kind_is_refused(tmp_path):
-    with JsonlSink(tmp_path) as sink, pytest.raises(ValueError, match="kind=None came"):
+    with JsonlSink(tmp_path) as sink, pytest.raises(ValueError, match="got kind=None"):
         sink.write({"step": 1})
 
 

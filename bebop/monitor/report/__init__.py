@@ -16,7 +16,8 @@ from bebop.monitor.decomposition import decompose, slope_of, split_by_definition
 from bebop.monitor.report import page
 from bebop.monitor.summary import WINDOW, pooled, state_of, summarise
 from bebop.store.definitions import definitions_table, meaning_of
-from bebop.store.run_folder import plain, read_json, read_records
+from bebop.store.files import plain, read_json, write_text
+from bebop.store.metrics import read_records
 from bebop.store.tables import text
 
 REPORT = "report.html"
@@ -41,10 +42,7 @@ def write_report(run_dir: Path | str) -> Path:
     body += _heads_part(run_dir, records)
     body += [_eval_part(records), _time_part(records), *_appendix(made_by)]
     path = run_dir / REPORT
-    part = run_dir / f".{REPORT}"
-    part.write_text(page.page(f"bebop {title}", body), encoding="utf-8")
-    part.replace(path)
-    return path
+    return write_text(path, page.page(f"bebop {title}", body))
 
 
 def _provenance(made_by: dict[str, Any], run_dir: Path, state: MonitorState) -> str:
