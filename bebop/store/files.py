@@ -81,7 +81,7 @@ def read_json(path: Path | str) -> dict[str, Any]:
     try:
         value = revive(json.loads(path.read_bytes()))
     except ValueError as error:
-        raise BadInput(f"{path}: expected a JSON object, got {error}") from None
+        raise BadInput(f"{path}: is not JSON ({error})") from None
     except OSError as error:
         raise BadInput(f"{path}: {(error.strerror or str(error)).lower()}; expected a JSON file") from None
     if not isinstance(value, dict):

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bebop.errors import ConfigError, DiskError
+from bebop.errors import BadInput, ConfigError, DiskError
 from bebop.processes import end_marked
 from bebop.store.environment import git_revision, package_versions
 from bebop.store.files import plain, read_json, safe_name, try_lock, write_json
@@ -50,11 +50,14 @@ def sweep_folder(base: Path, number: int, words: Sequence[str]) -> Path:
 def begin(run_dir: Path, command: str, config: Mapping[str, Any], *, free: Sequence[str] = ()) -> Iterator[None]:
     """Own `run_dir` while `command` runs there, and write its run.json.
 
-    config: JSON values. free: keys in which a resumed run may differ. Raises DiskError if the folder cannot be written
-    or has another owner, ConfigError if it holds a run of another command or config.
+    config: JSON values. free: keys in which a resumed run may differ. Raises DiskError if the folder has another owner,
+    ConfigError if it cannot be written or holds a run of another command or config.
     """
     with owned(run_dir):
-        made_by = read_json(run_dir / RUN)
+        try:
+            made_by = read_json(run_dir / RUN)
+        except BadInput as error:
+            raise ConfigError(f"{error}; choose another run_dir, or delete that file to start there again") from None
         if made_by and made_by.get("command") != command:
             raise ConfigError(
                 f"run_dir={run_dir}: holds a run of `{made_by.get('command')}`, not of `{command}`; "
@@ -70,8 +73,8 @@ def begin(run_dir: Path, command: str, config: Mapping[str, Any], *, free: Seque
 def owned(run_dir: Path) -> Iterator[None]:
     """Own `run_dir`, made if missing, for the block; blocks of one process may nest.
 
-    Processes that an earlier, killed owner left are ended. Raises DiskError if another process owns the folder, or if
-    it cannot be written.
+    Processes that an earlier, killed owner left are ended. Raises DiskError if another process owns the folder,
+    ConfigError if it cannot be written.
     """
     run_dir = run_dir.resolve()
     if run_dir in _owned:
@@ -153,8 +156,8 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _unusable(folder: Path, error: OSError) -> DiskError:
+def _unusable(folder: Path, error: OSError) -> ConfigError:
     why = (error.strerror or str(error)).lower()
     if folder.is_file():
         why = "is a file, expected a folder"
-    return DiskError(f"run_dir={folder}: {why}; choose a run_dir that can be written")
+    return ConfigError(f"run_dir={folder}: {why}; choose a run_dir that can be written")
