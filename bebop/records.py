@@ -1,13 +1,18 @@
-"""The frozen records that pass between stages. Standard library only, so that every stage may import this module.
+"""The frozen records that pass between stages. Only the standard library and bebop's errors: every stage imports this.
 
 Shapes and units are on every field; entropies are in nats, times in seconds, log-probabilities natural.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
+
+from bebop.errors import BadInput
+
+_FLOAT32 = (2.0**-150, 3.4e38)  # numbers between these are neither 0 nor infinite in float32
 
 
 @dataclass(frozen=True)
@@ -23,9 +28,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled. Draft and target use the same values."""
+    """How tokens are sampled. Draft and target use the same values.
 
-    temperature: float = 1.0
+    Raises BadInput naming the parameter, what it got and what it expected.
+    """
+
+    temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     max_tokens: int = 256
@@ -33,6 +41,33 @@ class Sampling:
     logprobs: bool = True  # log-probability of every emitted token at the sampling temperature
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False  # go on to max_tokens
+
+    def __post_init__(self) -> None:
+        for name, (fits, expected) in _SAMPLING.items():
+            value = getattr(self, name)
+            if not fits(value):
+                shown = " ".join(repr(value).split())[:80]
+                raise BadInput(f"sampling parameter {name}={shown}: expected {expected}")
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+_SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda v: _number(v) and 0.0 <= v < _FLOAT32[1], "a number at least 0, finite in float32"),
+    "top_p": (lambda v: _number(v) and _FLOAT32[0] < v <= 1.0, "a number in (0, 1], above 0 in float32"),
+    "top_k": (lambda v: _whole(v) and v >= 0, "an integer, at least 1, or 0 for off"),
+    "max_tokens": (lambda v: _whole(v) and v >= 1, "an integer, at least 1"),
+    "seed": (lambda v: v is None or (_whole(v) and -(2**63) <= v < 2**63), "a signed 64-bit integer, or None"),
+    "logprobs": (lambda v: isinstance(v, bool), "True or False"),
+    "stop_token_ids": (lambda v: isinstance(v, tuple) and all(map(_whole, v)), "a tuple of token ids"),
+    "ignore_eos": (lambda v: isinstance(v, bool), "True or False"),
+}
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,17 @@ def make_engine(rollout: RolloutSection, policy_dir: Path, *, seed: int = 0, dty
 
 
 def check_policy(rollout: RolloutSection, policy_dir: Path) -> None:
-    """Raise where the policy directory cannot serve what `rollout` asks for.
+    """Raise where the policy directory cannot serve what `rollout` asks for; nothing is loaded or started for it.
 
     Heads that bebop did not train have no depth to compare with, see bebop.mtp.checkpoint.trained_depth.
     """
     config_path = policy_dir / "config.json"
     if not config_path.is_file():
         raise EngineRefused(f"{policy_dir} holds no config.json: expected a Hugging Face directory of a policy")
+    if rollout.engine == "torch":
+        from bebop.engines.torch_engine.supported import check_supported
+
+        check_supported(rollout, policy_dir)
     if rollout.speculation == "none":
         return
     from bebop.mtp.checkpoint import num_mtp_layers, trained_depth

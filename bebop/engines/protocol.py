@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 from torch import Tensor
 
@@ -21,8 +21,11 @@ class Step:
     ended_s: float  # time.perf_counter()
     running: int  # requests left in the batch
     prompt_tokens: int
-    tokens: int  # response tokens that came out
+    tokens: int  # response tokens that it emitted
     drafts: int  # requests that carried a draft
+    # seconds of decoding, and of these in growing and verifying drafts, without the model's passes; None: not known
+    decoding_s: float | None = None
+    rules_s: float | None = None
 
 
 class RolloutEngine(Protocol):
@@ -33,17 +36,12 @@ class RolloutEngine(Protocol):
         """Policy version of the weights that sample now; `update_weights` sets it, 0 at the start."""
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        seeds: Sequence[int] | None = None,
-        extra: Mapping[str, Any] | None = None,
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
     ) -> list[Rollout]:
         """Sample one response per prompt and wait for all.
 
-        prompts: token ids. seeds: one per prompt, in place of sampling.seed. extra: further sampling parameters under
-        the engine's own names. Raises EngineRefused for a parameter that speculation does not support, EngineDied.
+        prompts: token ids. seeds: one per prompt, in place of sampling.seed. Raises EngineRefused for a prompt that the
+        engine has no room for, EngineDied.
         """
 
     async def agenerate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Rollout:
@@ -67,6 +65,19 @@ class RolloutEngine(Protocol):
 
     def counts(self) -> DraftCounts:
         """Draft counters over the engine's life, all requests together."""
+
+    def take_steps(self) -> list[Step]:
+        """The steps since this was last asked, oldest first; of a long run the last 100,000."""
+
+    def set_draft_schedule(self, schedule: Mapping[str, int]) -> None:
+        """Draft by `schedule` (as rollout.draft_schedule) from the next step on.
+
+        Raises EngineRefused where the engine was started without a schedule, or for drafts longer than its longest.
+        """
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Processes that the engine started and still runs in; empty where it is a thread of the caller."""
 
     def close(self) -> None:
         """End the engine and every process it started. May be called again."""

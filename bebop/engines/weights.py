@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,12 +12,18 @@ from bebop.errors import BadInput
 HEAD_PREFIX = "model.mtp_layers."
 
 
-def replace_tensors(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+def _mimo(name: str) -> bool:
+    return name.startswith(HEAD_PREFIX)
+
+
+def replace_tensors(
+    views: dict[str, Tensor], tensors: dict[str, Tensor], *, is_head: Callable[[str], bool] = _mimo
+) -> None:
     """Copy `tensors` into the views of the same names. Raises ValueError before anything is copied."""
-    heads = [name for name in tensors if name.startswith(HEAD_PREFIX)]
+    heads = [name for name in tensors if is_head(name)]
     held = sum(name in views for name in heads)
     if held < len(heads):
-        holds = sum(name.startswith(HEAD_PREFIX) for name in views)
+        holds = sum(is_head(name) for name in views)
         raise BadInput(
             f"{held} of {len(heads)} head tensors can be loaded: the engine holds {holds}; "
             "heads need rollout.speculation=mtp and the checkpoint's own names"

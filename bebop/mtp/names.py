@@ -23,17 +23,23 @@ FLOAT32 = ("e_score_correction_bias",)  # float32 whatever the checkpoint's dtyp
 
 def to_checkpoint(family: Family, config: Any, state: Mapping[str, Tensor], *, stacked: bool) -> dict[str, Tensor]:
     """A head's tensors under their names in a checkpoint. stacked: the form of the experts. Shares memory."""
-    table, named = list(family.parts.items()), {}
-    for name, tensor in state.items():
-        path = family.first(config) + _renamed(name, table)
+    table = list(family.parts.items())
+    named = {family.first(config) + _renamed(name, table): tensor for name, tensor in state.items()}
+    return named if stacked else split_experts(named)
+
+
+def split_experts(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with stacked experts as one tensor for each expert and matrix. Shares memory."""
+    split: dict[str, Tensor] = {}
+    for path, tensor in named.items():
         parent, _, leaf = path.rpartition(".")
-        if stacked or not parent.endswith("experts"):
-            named[path] = tensor
+        if not parent.endswith("experts"):
+            split[path] = tensor
             continue
         for i, expert in enumerate(tensor):
             pieces = zip(LEAVES, expert.chunk(2), strict=False) if leaf == "gate_up_proj" else [(leaf, expert)]
-            named |= {f"{parent}.{i}.{piece}.weight": value for piece, value in pieces}
-    return named
+            split |= {f"{parent}.{i}.{piece}.weight": value for piece, value in pieces}
+    return split
 
 
 def from_checkpoint(parts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

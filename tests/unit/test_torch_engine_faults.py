@@ -1,6 +1,7 @@
 """What breaks in the torch engine ends those whom it concerns, and every caller hears of it."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def start(policy):
 def submit(engine, prompts, **sampling):
     """Requests that are admitted together, named 0, 1, ...; their futures."""
     settings = Sampling(**{"max_tokens": 30, "ignore_eos": True} | sampling)
-    requests = [engine._request(prompt, settings, f"{i}", i, {}) for i, prompt in enumerate(prompts)]
+    requests = [engine._request(prompt, replace(settings, seed=i), f"{i}") for i, prompt in enumerate(prompts)]
     engine._submit(requests)
     return [request.future for request in requests]
 

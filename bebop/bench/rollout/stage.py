@@ -45,7 +45,7 @@ class Measured:
     """One line of bench.csv. Speeds are response tokens per second over all requests, median and range of repeats.
 
     tokens_per_s: of whole turns, prefill and the thinning end with them; decode_tokens_per_s: of the steps in which
-    the whole batch decodes (vLLM only), which is what the planner predicts. acceptance_length: pooled over the repeats,
+    the whole batch decodes, which is what the planner predicts. acceptance_length: pooled over the repeats,
     1 + accepted / drafts; None where nothing was drafted. k: drafts per step of a full batch.
     """
 
@@ -59,8 +59,8 @@ class Measured:
     tokens_per_s_high: float
     acceptance_length: float | None
     speedup: float
-    decode_tokens_per_s: float | None
-    decode_speedup: float | None
+    decode_tokens_per_s: float
+    decode_speedup: float
     predicted_tokens_per_s: float | None
     predicted_speedup: float | None
     repeats: int
@@ -80,7 +80,7 @@ def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
         plans = True
         rollout = rollout.model_copy(update={"draft_schedule": {"1+": rollout.num_speculative_tokens}})
     kinds = ["none", "mtp"] if rollout.speculation == "mtp" else ["none"]
-    engines: dict[str, Any] = {}
+    engines: dict[str, RolloutEngine] = {}
     summary: dict[str, Any] = {"policy": str(policy_dir)}
     choices: dict[int, planner.Choice] = {}
     try:
@@ -202,7 +202,7 @@ def _measure(
     k = {"none": 0, "mtp": k_for(size, schedule)}
     predicted = {"none": choice.plain_tokens_per_s, "mtp": choice.tokens_per_s[choice.k]} if choice else {}
     whole = {kind: [speed for speed, _ in values] for kind, values in speeds.items()}
-    decode = {kind: _median([speed for _, speed in values]) for kind, values in speeds.items()}
+    decode = {kind: [speed for _, speed in values] for kind, values in speeds.items()}
     return [
         Measured(
             batch_size=size,
@@ -215,8 +215,8 @@ def _measure(
             tokens_per_s_high=max(whole[kind]),
             acceptance_length=counted[kind].acceptance_length,
             speedup=_ratio(whole[kind], whole["none"]),
-            decode_tokens_per_s=decode[kind],
-            decode_speedup=_ratio([s for _, s in speeds[kind]], [s for _, s in speeds["none"]]),
+            decode_tokens_per_s=statistics.median(decode[kind]),
+            decode_speedup=_ratio(decode[kind], decode["none"]),
             predicted_tokens_per_s=predicted.get(kind),
             predicted_speedup=choice.speedup if choice and kind == "mtp" else None,
             repeats=config.bench.repeats,
@@ -232,18 +232,16 @@ def _measure(
 
 def _speeds(
     config: BenchConfig, engine: RolloutEngine, prompts: list[list[int]], size: int, turn: int
-) -> tuple[float, float | None]:
+) -> tuple[float, float]:
     """Tokens per second of one turn: of everything, and of the steps in which all `size` requests decode."""
     sampling = _sampling(config)
     rounds = max(TURN_BATCHES, -(-TURN_TOKENS // (size * sampling.max_tokens))) if turn >= 0 else 1
     chosen = [prompt for n in range(rounds) for prompt in _batch(prompts, size, max(turn, 0) * rounds + n)]
-    steps = getattr(engine, "take_steps", None)
-    if steps:
-        steps()
+    engine.take_steps()
     started = time.perf_counter()
     rollouts = asyncio.run(_keep_full(engine, chosen, sampling, size))
     whole = sum(len(rollout.token_ids) for rollout in rollouts) / (time.perf_counter() - started)
-    return whole, planner.full_steps(steps(), size).tokens_per_s if steps else None
+    return whole, planner.full_steps(engine.take_steps(), size).tokens_per_s
 
 
 async def _keep_full(engine: RolloutEngine, prompts: list[list[int]], sampling: Sampling, size: int) -> list[Rollout]:
@@ -279,14 +277,8 @@ def _prompts(config: BenchConfig, policy_dir: Path) -> list[list[int]]:
     return [ids for _, ids in encode_prompts(made, config.data, tokenizer)]
 
 
-def _median(values: list[float | None]) -> float | None:
-    return statistics.median(values) if None not in values else None
-
-
-def _ratio(values: list[Any], plain: list[Any]) -> float | None:
+def _ratio(values: list[float], plain: list[float]) -> float:
     """Median of the turns' ratios: two turns side by side saw the same machine."""
-    if None in values or None in plain:
-        return None
     return statistics.median(a / b for a, b in zip(values, plain, strict=True))
 
 

@@ -28,12 +28,11 @@ from bebop.bench.tree.score import TreeScorer
 from bebop.config import BenchConfig, RolloutSection
 from bebop.data import load_tokenizer, make_prompts
 from bebop.data.prompts import encode_prompts
-from bebop.engines.torch_engine.engine import TorchEngine
+from bebop.engines import RolloutEngine, make_engine
 from bebop.errors import ConfigError
 from bebop.monitor import print_table, write_summary
 from bebop.policies import prepare_policy
 from bebop.records import Rollout, Sampling
-from bebop.spec import TreeSpec
 from bebop.store.environment import device
 
 RRSW_LEADS = 1  # the m at which RRSw is compared
@@ -130,11 +129,11 @@ def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
     made = make_prompts(config.data.tasks, config.bench.tree.num_prompts, config.seed, "eval")
     prompts = [ids for _, ids in encode_prompts(made, config.data, tokenizer)]
     kinds = variants(config)
-    engines: dict[str, TorchEngine] = {}
+    engines: dict[str, RolloutEngine] = {}
     rows: list[Measured] = []
     try:
         for kind in tqdm(kinds, desc="engines"):
-            engines[kind.name] = TorchEngine(kind.rollout, policy_dir, seed=config.seed, dtype=config.model.dtype)
+            engines[kind.name] = make_engine(kind.rollout, policy_dir, seed=config.seed, dtype=config.model.dtype)
         scored: dict[float, dict[str, Tally]] = {}
         for size in config.bench.batch_sizes:
             for temperature in config.bench.tree.temperatures:
@@ -187,7 +186,7 @@ def variants(config: BenchConfig) -> list[Variant]:
 
 
 def _measure(
-    config: BenchConfig, engines: dict[str, TorchEngine], prompts: list[list[int]], size: int, temperature: float
+    config: BenchConfig, engines: dict[str, RolloutEngine], prompts: list[list[int]], size: int, temperature: float
 ) -> dict[str, Tally]:
     """The tally of every variant; a first, unmeasured turn warms each up."""
     sampling = Sampling(
@@ -210,11 +209,12 @@ def _measure(
             for name in names[first:] + names[:first]:
                 chosen = range(start, min(start + size, len(prompts)))
                 seeds = [_seed(config.seed, repeat, i) for i in chosen]
-                before, began = engines[name].clock(), time.perf_counter()
+                engines[name].take_steps()
+                began = time.perf_counter()
                 answers = engines[name].generate([prompts[i] for i in chosen], sampling, seeds=seeds)
-                seconds, after = time.perf_counter() - began, engines[name].clock()
-                tallies[name].rounds_s += after.rounds - before.rounds
-                tallies[name].rules_s += after.rules - before.rules
+                seconds, steps = time.perf_counter() - began, engines[name].take_steps()
+                tallies[name].rounds_s += sum(step.decoding_s or 0.0 for step in steps)
+                tallies[name].rules_s += sum(step.rules_s or 0.0 for step in steps)
                 _count(tallies[name], dict(zip(chosen, answers, strict=True)), seconds)
             progress.update()
     progress.close()
@@ -234,27 +234,14 @@ def _score(
     if not config.bench.tree.score_positions or not trees:
         return {}
     tallies = {kind.name: Tally(np.zeros(len(prompts)), np.zeros(len(prompts))) for kind in trees}
-    specs = [spec_of(kind.rollout) for kind in trees]
-    scorer = TreeScorer(policy_dir, getattr(torch, config.model.dtype))
+    scorer = TreeScorer(policy_dir, getattr(torch, config.model.dtype), [kind.rollout for kind in trees])
     for i, (prompt, text) in enumerate(zip(tqdm(prompts, desc=f"T={temperature:g}, scored"), texts, strict=True)):
         places = np.arange(len(prompt) - 1, len(text) - 1)
         chosen = np.random.default_rng(config.seed + i).permutation(places)[: config.bench.tree.score_positions]
-        expected = scorer.score(text, sorted(chosen.tolist()), specs, temperature) - 1.0
+        expected = scorer.score(text, sorted(chosen.tolist()), temperature) - 1.0
         for kind, row in zip(trees, expected, strict=True):
             tallies[kind.name].accepted[i], tallies[kind.name].drafts[i] = float(row.sum()), len(chosen)
     return tallies
-
-
-def spec_of(rollout: RolloutSection) -> TreeSpec:
-    """The tree that a rollout section asks for."""
-    return TreeSpec(
-        rollout.tree,
-        rollout.tree_width,
-        rollout.tree_depth,
-        rollout.tree_budget,
-        rollout.tree_leads,
-        rollout.tree_support,
-    )
 
 
 def _seed(seed: int, repeat: int, prompt: int) -> int:
@@ -314,7 +301,7 @@ def _row(
         tokens_per_s_high=max(tally.speeds),
         speedup=speed / statistics.median(plain.speeds) if plain is not None else None,
         surviving=surviving,
-        rules_share=tally.rules_s / tally.rounds_s if tally.rounds_s and not torch.cuda.is_available() else None,
+        rules_share=tally.rules_s / tally.rounds_s if tally.rounds_s else None,
         same_text=same,
         depth=kind.rollout.draft_depth,
         width=kind.rollout.tree_width if is_tree else None,

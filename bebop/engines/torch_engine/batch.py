@@ -20,9 +20,9 @@ from bebop.config import RolloutSection
 from bebop.engines.torch_engine.drafter import Anchors, Draft, Drafter, Settings, Verified
 from bebop.engines.torch_engine.kv_cache import Cache, Window, fold
 from bebop.engines.torch_engine.model import Policy
+from bebop.engines.torch_engine.profiling import RoundClock, threads_for
 from bebop.engines.torch_engine.random import RoundDraws
 from bebop.engines.torch_engine.request import Request
-from bebop.engines.torch_engine.threads import threads_for
 from bebop.errors import EngineError
 from bebop.spec import Purpose, Streams
 from bebop.spec.sampling import Setting
@@ -131,17 +131,7 @@ class Rounds:
 
     def _target(self, draft: Draft, anchors: Anchors, last: Tensor) -> tuple[Tensor, Tensor, dict[int, str]]:
         """Logits [B, N+1, V] and hidden states [B, N+1, S] of the pass, and what broke, by slot."""
-        tokens = torch.cat([last.unsqueeze(1), draft.tokens.clamp(min=0)], 1)
-        depths = torch.nn.functional.pad(draft.depths, (1, 0))
-        batch, num = tokens.shape
-        own = None
-        if num > 1 or anchors.committed is not None:
-            own = torch.ones(batch, num, num, dtype=torch.bool, device=tokens.device).tril()
-            own[:, 1:, 1:] = draft.seen()
-        mask = fold(anchors.committed, own, anchors.start, self.policy.groups, self.policy.dtype)
-        window = Window(self.cache, 0, anchors.start, mask)
-        hidden = self.policy.hidden(tokens, (anchors.lengths - 1).unsqueeze(1) + depths, window)
-        logits = self.policy.logits(hidden)
+        logits, hidden = target_pass(self.policy, self.cache, draft, anchors, last)
         return logits, hidden, self._broken(hidden, logits, anchors.lengths - 1)
 
     def _prefill(self, group: list[Request], first: int, version: int | None) -> dict[int, Finished]:
@@ -169,7 +159,8 @@ class Rounds:
                 following[row, end] = verified.tokens[:, 0]
             if self.head_cache is not None:
                 window = Window(self.head_cache, first, 0, causal=True)
-                state = self.policy.draft_state(hidden, following, positions, window)[row, end]
+                state = self.policy.first_state(hidden)
+                state = self.policy.draft_state(state, following, positions, window)[row, end]
                 self.state[first : first + len(group)] = state
                 broken = _named(_not_finite(state), HEAD_BROKEN) | broken
         outcomes = {place: _failed(group[place], what) for place, what in broken.items()}
@@ -196,7 +187,7 @@ class Rounds:
         batch, num = verified.tokens.shape
         row = torch.arange(batch, device=hidden.device)
         place = torch.arange(num, device=hidden.device)
-        taken = hidden[row.unsqueeze(1), verified.rows]
+        taken = self.policy.first_state(hidden[row.unsqueeze(1), verified.rows])
         own = None
         if num > 1 or anchors.committed is not None:
             own = (place <= place.unsqueeze(1)).expand(batch, -1, -1)
@@ -269,6 +260,10 @@ class Rounds:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    @property
+    def clock(self) -> RoundClock:
+        return self.drafter.clock
+
     def _caches(self) -> list[Cache]:
         return [cache for cache in (self.cache, self.head_cache) if cache is not None]
 
@@ -285,12 +280,30 @@ class Rounds:
 
     def _settings_of(self, requests: list[Request]) -> Settings:
         filters: dict[str, Setting] = {}
-        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        for name, off in (("top_k", 0), ("top_p", 1.0)):
             values = [getattr(request, name) for request in requests]
             if any(value != off for value in values):
                 filters[name] = torch.tensor(values, device=self.policy.device)
         temperature = torch.tensor([request.temperature for request in requests], device=self.policy.device)
         return Settings(temperature, filters)
+
+
+def target_pass(policy: Policy, cache: Cache, draft: Draft, anchors: Anchors, last: Tensor) -> tuple[Tensor, Tensor]:
+    """The policy over each request's last known token and its draft: logits [B, N+1, V], hidden states [B, N+1, S].
+
+    last: long [B]. Row 0 stands behind the last known token, row i + 1 behind node i.
+    """
+    tokens = torch.cat([last.unsqueeze(1), draft.tokens.clamp(min=0)], 1)
+    depths = torch.nn.functional.pad(draft.depths, (1, 0))
+    batch, num = tokens.shape
+    own = None
+    if num > 1 or anchors.committed is not None:
+        own = torch.ones(batch, num, num, dtype=torch.bool, device=tokens.device).tril()
+        own[:, 1:, 1:] = draft.seen()
+    mask = fold(anchors.committed, own, anchors.start, policy.groups, policy.dtype)
+    window = Window(cache, 0, anchors.start, mask)
+    hidden = policy.hidden(tokens, (anchors.lengths - 1).unsqueeze(1) + depths, window)
+    return policy.logits(hidden), hidden
 
 
 def make_caches(policy: Policy, drafter: Drafter, max_model_len: int, num_slots: int) -> tuple[Cache, Cache | None]:

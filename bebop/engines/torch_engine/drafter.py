@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from bebop.config import RolloutSection
-from bebop.engines.torch_engine.clock import RoundClock
 from bebop.engines.torch_engine.kv_cache import Cache, Window, fold
 from bebop.engines.torch_engine.model import Policy
+from bebop.engines.torch_engine.profiling import RoundClock
 from bebop.spec import (
     Purpose,
     TreeBatch,

@@ -15,6 +15,7 @@ import itertools
 import logging
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -25,16 +26,18 @@ from typing import Any, Literal, Self
 import torch
 
 from bebop.config import RolloutSection
-from bebop.engines.protocol import Weights
+from bebop.engines.protocol import Step, Weights
 from bebop.engines.torch_engine.batch import Finished, Rounds, slot_bytes
-from bebop.engines.torch_engine.clock import RoundClock
 from bebop.engines.torch_engine.drafter import Drafter
 from bebop.engines.torch_engine.model import Policy
+from bebop.engines.torch_engine.profiling import RoundClock
 from bebop.engines.torch_engine.request import Request, end_of_text, make_request
 from bebop.engines.weights import replace_tensors
 from bebop.errors import EngineDied, EngineError, EngineRefused
-from bebop.mtp import HEAD_PREFIX, checksum
+from bebop.mtp import checksum
+from bebop.mtp.names import split_experts
 from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
+from bebop.store.environment import device_name
 
 logger = logging.getLogger("bebop.engines")
 
@@ -44,8 +47,7 @@ class TorchEngine:
 
     def __init__(self, rollout: RolloutSection, policy_dir: Path, *, seed: int = 0, dtype: str = "float32") -> None:
         self.rollout, self.version = rollout, 0
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        heads = rollout.speculation == "mtp"
+        device, heads = torch.device(device_name()), rollout.speculation == "mtp"
         positions = rollout.max_model_len + rollout.draft_depth + 1
         self._policy = Policy(
             Path(policy_dir), heads=heads, num_positions=positions, dtype=getattr(torch, dtype), device=device
@@ -55,6 +57,7 @@ class TorchEngine:
         self._random = random.Random(seed)
         self._ids = itertools.count()
         self._counts = DraftCounts()
+        self._steps: deque[Step] = deque(maxlen=100_000)
         # what the thread shares with callers, under the condition's lock
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
@@ -65,25 +68,15 @@ class TorchEngine:
         self._thread = threading.Thread(target=self._run, name="bebop-torch", daemon=True)
         self._thread.start()
 
-    def clock(self) -> RoundClock:
-        """Where the time of all rounds so far went."""
-        return replace(self._rounds.drafter.clock)
-
     # -- sampling -----------------------------------------------------------------------------------------------
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        seeds: Sequence[int] | None = None,
-        extra: Mapping[str, Any] | None = None,
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
     ) -> list[Rollout]:
         if seeds is not None and len(seeds) != len(prompts):
             raise EngineRefused(f"seeds has {len(seeds)} entries for {len(prompts)} prompts")
-        given = seeds if seeds is not None else [None] * len(prompts)
-        pairs = zip(prompts, given, strict=True)
-        requests = [self._request(prompt, sampling, None, seed, extra or {}) for prompt, seed in pairs]
+        of_each = [sampling] * len(prompts) if seeds is None else [replace(sampling, seed=seed) for seed in seeds]
+        requests = [self._request(prompt, own) for prompt, own in zip(prompts, of_each, strict=True)]
         self._submit(requests)
         try:
             return [request.future.result() for request in requests]
@@ -93,28 +86,16 @@ class TorchEngine:
             raise
 
     async def agenerate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Rollout:
-        request = self._request(prompt_ids, sampling, request_id, None, {})
+        request = self._request(prompt_ids, sampling, request_id)
         self._submit([request])
         return await asyncio.wrap_future(request.future)
 
-    def _request(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        request_id: str | None,
-        seed: int | None,
-        extra: Mapping[str, Any],
-    ) -> Request:
-        if seed is None:
-            seed = self._random.getrandbits(63)
-        else:
-            extra = {**extra, "seed": seed}
+    def _request(self, prompt: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Request:
         return make_request(
             request_id or f"bebop-{next(self._ids)}",
             prompt,
             sampling,
-            seed=seed,
-            extra=extra,
+            seed=self._random.getrandbits(63) if sampling.seed is None else int(sampling.seed),
             vocabulary=self._policy.vocabulary,
             max_model_len=self.rollout.max_model_len,
             end_ids=self._end_ids,
@@ -135,10 +116,12 @@ class TorchEngine:
 
     def update_weights(self, tensors: Weights, version: int) -> WeightChecksums:
         named = {name: tensor.detach() for name, tensor in dict(tensors).items()}
+        if not self._policy.stacked:
+            named = split_experts(named)  # which transformers' modules, a trainer's among them, hold stacked
 
         def update() -> WeightChecksums:
             try:
-                replace_tensors(self._policy.views, named)
+                replace_tensors(self._policy.views, named, is_head=self._policy.is_head)
             except ValueError as error:
                 raise EngineRefused(str(error)) from None
             self._policy.refresh()
@@ -154,7 +137,7 @@ class TorchEngine:
 
     def _held(self) -> WeightChecksums:
         views = self._policy.views
-        heads = {name: view for name, view in views.items() if name.startswith(HEAD_PREFIX)}
+        heads = {name: view for name, view in views.items() if self._policy.is_head(name)}
         backbone = {name: view for name, view in views.items() if name not in heads}
         return WeightChecksums(checksum(backbone), checksum(heads), len(heads))
 
@@ -188,9 +171,17 @@ class TorchEngine:
             running = [request.counts() for request in self._rounds.active]
             return sum(running, self._counts)
 
+    def take_steps(self) -> list[Step]:
+        with self._changed:
+            steps = list(self._steps)
+            self._steps.clear()
+        return steps
+
+    def set_draft_schedule(self, schedule: Mapping[str, int]) -> None:
+        raise EngineRefused("rollout.engine=torch has no draft schedule; set rollout.engine=vllm")
+
     @property
     def process_ids(self) -> list[int]:
-        """None: the engine runs in a thread of the caller's process."""
         return []
 
     def close(self) -> None:
@@ -266,11 +257,30 @@ class TorchEngine:
             _answer(*asked)
             return True
         self._forget_cancelled()
+        taking_part = [*self._rounds.active, *new]
+        clock, had = replace(self._rounds.clock), sum(len(request.tokens) for request in taking_part)
         for finished in self._rounds.admit(new, self.version):
             self._settle(finished)
-        if self._rounds.active:
-            self._settle(self._rounds.step(self.version))
+        drafts = len(self._rounds.active) if self._rounds.drafter.speculating else 0
+        finished = self._rounds.step(self.version) if self._rounds.active else []
+        tokens = sum(len(request.tokens) for request in taking_part) - had
+        self._note_step(new, tokens, drafts, self._rounds.clock - clock)
+        self._settle(finished)  # last: who gets an answer may ask for the steps
         return True
+
+    def _note_step(self, new: list[Request], tokens: int, drafts: int, clock: RoundClock) -> None:
+        on_gpu = self._policy.device.type != "cpu"  # where calls return before they have run
+        step = Step(
+            ended_s=time.perf_counter(),
+            running=len(self._rounds.active),
+            prompt_tokens=sum(len(request.prompt) for request in new),
+            tokens=tokens,
+            drafts=drafts,
+            decoding_s=None if on_gpu else clock.rounds,
+            rules_s=None if on_gpu else clock.rules,
+        )
+        with self._changed:
+            self._steps.append(step)
 
     def _has_work(self) -> bool:
         return not self._paused and bool(self._waiting or self._rounds.active)

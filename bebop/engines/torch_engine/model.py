@@ -1,54 +1,58 @@
-"""A Qwen2-type decoder and its MTP head as the torch engine runs them: inference alone, over a preallocated cache.
+"""A decoder and its MTP head as the torch engine runs them: inference only, over a preallocated cache.
 
-The computations are transformers' Qwen2ForCausalLM and `bebop.mtp.heads.mimo`. q, k, v and gate, up are one matrix
-each, and rotary tables are made once. Weights are also seen under their checkpoint names, as views, for updates and
-checksums.
+Both are loaded by transformers' own classes (`bebop.backbone`, `bebop.mtp`); what a class has decides what is computed:
+biases, q/k norms, a width of the heads, partial or scaled rotary positions, experts. Here q, k, v and gate, up are one
+matrix each, and rotary tables are made once; a layer's experts run as transformers' module. Weights are also seen under
+their checkpoint names, as views, for updates and checksums.
 
 Legend: B requests, T tokens of a pass, D width, H heads, E head width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from bebop.backbone import load_backbone
 from bebop.engines.torch_engine.kv_cache import Window
 from bebop.errors import EngineRefused
-from bebop.mtp.checkpoint import Tensors
+from bebop.mtp import ReusedHead, is_head_name, load_heads
+from bebop.mtp.checkpoint import Tensors, read_config
 from bebop.mtp.families import MIMO
-from bebop.mtp.heads.mimo import HEAD_PREFIX, LAYER_PREFIX
+from bebop.mtp.heads.mimo import Head as TrainedHead
+from bebop.mtp.names import cast, split_experts, stacks_experts, to_checkpoint
 
 PACKED_ROWS = 16  # rows that the packed layout is chosen for; it serves any number
 
 
 class Projection:
-    """A linear map of one or several checkpoint matrices that read the same input."""
+    """One or several linear modules that read the same input, as one matrix."""
 
-    def __init__(self, weights: list[Tensor], biases: list[Tensor] | None = None) -> None:
+    def __init__(self, modules: Mapping[str, nn.Linear]) -> None:
+        """modules: by their names in the layer."""
+        weights, biases = [m.weight.detach() for m in modules.values()], [m.bias for m in modules.values()]
         self.weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        self.bias = torch.cat(biases) if biases is not None else None
-        self._sizes = [len(weight) for weight in weights]
+        self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        self.views = _parts(modules, "weight", self.weight, weights)
+        if self.bias is not None:
+            self.views |= _parts(modules, "bias", self.bias, weights)
         self._packed: Tensor | None = None
         self.refresh()
 
     def refresh(self) -> None:
         """Follow a change of the weights. On a CPU, bfloat16 products read a copy in oneDNN's own layout.
 
-        Without it oneDNN lays the matrix out anew in every call: 4.3 ms instead of 0.9 ms for one row of a [49152, 576]
-        matrix (torch 2.13, 2 cores). These operators are the ones torch.compile's frozen graphs call.
+        Without it oneDNN lays the matrix out again in every call: 4.3 ms instead of 0.9 ms for one row of a [49152,
+        576] matrix (torch 2.13, 2 cores). These operators are the ones that torch.compile's frozen graphs call.
         """
         if self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16 and _packs():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS)
-
-    def views(self) -> tuple[Tensor, ...]:
-        """The weights, then the biases, sharing memory."""
-        biases = self.bias.split(self._sizes) if self.bias is not None else ()
-        return (*self.weight.split(self._sizes), *biases)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed is not None:
@@ -57,119 +61,152 @@ class Projection:
 
 
 class Layer:
-    """One decoder layer, of the backbone or of the head."""
+    """One decoder layer, of the backbone or of the head. views: tensors by their names in transformers' layer."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], prefix: str, config: Any) -> None:
+    def __init__(self, layer: nn.Module, config: Any) -> None:
         self.eps = config.rms_norm_eps
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = head_dim(config)
-        names = [f"{prefix}self_attn.{part}_proj" for part in "qkv"]
-        gate_up = [f"{prefix}mlp.{part}_proj.weight" for part in ("gate", "up")]
-        self.norms = [tensors[f"{prefix}{name}_layernorm.weight"] for name in ("input", "post_attention")]
-        self.qkv = Projection([tensors[f"{n}.weight"] for n in names], [tensors[f"{n}.bias"] for n in names])
-        self.out = Projection([tensors[f"{prefix}self_attn.o_proj.weight"]])
-        self.gate_up = Projection([tensors[name] for name in gate_up])
-        self.down = Projection([tensors[f"{prefix}mlp.down_proj.weight"]])
-        self.views = {
-            f"{prefix}input_layernorm.weight": self.norms[0],
-            f"{prefix}post_attention_layernorm.weight": self.norms[1],
-            f"{prefix}self_attn.o_proj.weight": self.out.weight,
-            f"{prefix}mlp.down_proj.weight": self.down.weight,
-        }
-        self.views |= zip([f"{n}.weight" for n in names] + [f"{n}.bias" for n in names], self.qkv.views(), strict=True)
-        self.views |= zip(gate_up, self.gate_up.views(), strict=True)
-        self.projections = [self.qkv, self.out, self.gate_up, self.down]
+        self.norms = [layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()]
+        normed = getattr(layer.self_attn, "q_norm", None) is not None
+        self.qk_norms = [layer.self_attn.get_submodule(f"{p}_norm").weight.detach() for p in "qk"] if normed else []
+        self.qkv = Projection(_linears(layer, "self_attn", ("q_proj", "k_proj", "v_proj")))
+        self.out = Projection(_linears(layer, "self_attn", ("o_proj",)))
+        self.projections = [self.qkv, self.out]
+        self.experts = None
+        if hasattr(layer.mlp, "experts"):
+            self.experts = layer.mlp
+        else:
+            self.gate_up = Projection(_linears(layer, "mlp", ("gate_proj", "up_proj")))
+            self.down = Projection(_linears(layer, "mlp", ("down_proj",)))
+            self.projections += [self.gate_up, self.down]
+        self.views = layer.state_dict()
+        for projection in self.projections:
+            self.views |= projection.views
 
     def __call__(self, x: Tensor, rotary: tuple[Tensor, Tensor], window: Window, index: int) -> Tensor:
         """x [B, T, D]; rotary as `Rotary.at` gives it; index: the layer's place in the window's cache."""
         batch, tokens, width = x.shape
         turned = self.num_heads + self.num_kv_heads
         heads = self.qkv(F.rms_norm(x, (width,), self.norms[0], self.eps)).view(batch, tokens, -1, self.head_dim)
-        qk = rotate(heads[:, :, :turned], *rotary)
+        qk = heads[:, :, :turned]
+        if self.qk_norms:
+            pair = zip(qk.split([self.num_heads, self.num_kv_heads], 2), self.qk_norms, strict=True)
+            qk = torch.cat([F.rms_norm(part, (self.head_dim,), weight, self.eps) for part, weight in pair], 2)
+        qk = rotate(qk, *rotary)
         attended = window.attend(index, qk[:, :, : self.num_heads], qk[:, :, self.num_heads :], heads[:, :, turned:])
         x = x + self.out(attended)
-        gate, up = self.gate_up(F.rms_norm(x, (width,), self.norms[1], self.eps)).chunk(2, -1)
+        normed = F.rms_norm(x, (width,), self.norms[1], self.eps)
+        if self.experts is not None:
+            return x + self.experts(normed)
+        gate, up = self.gate_up(normed).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
 
 class Head:
-    """The MTP layer. Depth 1 reads the backbone's hidden state before its final norm, later depths its own output."""
+    """The MTP layer, by the conventions of its family (bebop.mtp.families).
 
-    def __init__(self, tensors: Mapping[str, Tensor], config: Any) -> None:
+    Depth 1 reads the backbone's hidden state, before its final norm if `before_norm`, later depths its own state.
+    """
+
+    def __init__(self, head: TrainedHead, config: Any) -> None:
+        mimo, family = not isinstance(head, ReusedHead), head.family
+        names = ("hidden_layernorm", "token_layernorm", "input_proj", "final_layernorm")
+        hidden, token, projection, norm = names if mimo else ("hidden_norm", "token_norm", "proj", "norm")
         self.eps = config.rms_norm_eps
-        self.layer = Layer(tensors, LAYER_PREFIX, config)
-        self.input = Projection([tensors[f"{LAYER_PREFIX}input_proj.weight"]])
-        self.norms = {
-            f"{LAYER_PREFIX}{name}_layernorm.weight": tensors[f"{LAYER_PREFIX}{name}_layernorm.weight"]
-            for name in ("hidden", "token", "final")
-        }
-        self.views = self.layer.views | self.norms | {f"{LAYER_PREFIX}input_proj.weight": self.input.weight}
+        self.before_norm = self.hidden_first = family is MIMO
+        self.zero_at_start, self.chains_normed = family.zero_at_start, family.chains_normed
+        self.hidden_norm, self.token_norm, self.norm = (
+            head.get_submodule(name).weight.detach() for name in (hidden, token, norm)
+        )
+        self.layer = Layer(head if mimo else head.layer, config)
+        self.input = Projection({projection: head.get_submodule(projection)})
+        prefix = "" if mimo else "layer."
+        state = head.state_dict() | self.input.views | {prefix + n: view for n, view in self.layer.views.items()}
+        self.views = to_checkpoint(family, config, state, stacked=head.stacked)
         self.projections = [*self.layer.projections, self.input]
 
     def __call__(
         self, state: Tensor, embedding: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor], window: Window
     ) -> Tensor:
-        """state, embedding [B, T, D], positions [B, T] -> the next state [B, T, D], from which logits are read."""
-        hidden_norm, token_norm, final_norm = self.norms.values()
-        width = (state.shape[-1],)
-        embedding = embedding.masked_fill((positions == 0).unsqueeze(-1), 0)
-        parts = [F.rms_norm(state, width, hidden_norm, self.eps), F.rms_norm(embedding, width, token_norm, self.eps)]
-        x = self.layer(self.input(torch.cat(parts, -1)), rotary, window, 0)
-        return F.rms_norm(x, width, final_norm, self.eps)
+        """state, embedding [B, T, D], positions [B, T] -> the next state [B, T, D]."""
+        if self.zero_at_start:
+            embedding = embedding.masked_fill((positions == 0).unsqueeze(-1), 0)
+        parts = [self._normed(state, self.hidden_norm), self._normed(embedding, self.token_norm)]
+        x = self.input(torch.cat(parts if self.hidden_first else parts[::-1], -1))
+        x = self.layer(x, rotary, window, 0)
+        return self._normed(x, self.norm) if self.chains_normed else x
+
+    def output(self, state: Tensor) -> Tensor:
+        """What the logits of the draft are read from."""
+        return state if self.chains_normed else self._normed(state, self.norm)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, self.eps)
 
 
 class Rotary:
-    """cos and sin of every position, the sign of `rotate`'s second half in the sines; [positions, E]."""
+    """cos and sin of every position, the sign of `rotate`'s second half in the sines; [positions, R], R at most E."""
 
-    def __init__(self, config: Any, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
-
-        like = torch.empty(0, dtype=torch.float32)
-        cos, sin = Qwen2RotaryEmbedding(config)(like, torch.arange(num_positions).unsqueeze(0))
-        sign = torch.ones(sin.shape[-1]).index_fill(0, torch.arange(sin.shape[-1] // 2), -1.0)
-        self.cos, self.sin = cos[0].to(device, dtype), (sin[0] * sign).to(device, dtype)
+    def __init__(self, embedding: nn.Module, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        """embedding: the decoder's own module, which knows its scaling."""
+        like = torch.empty(0, dtype=torch.float32, device=device)
+        cos, sin = embedding(like, torch.arange(num_positions, device=device).unsqueeze(0))
+        sign = torch.ones(sin.shape[-1], device=device)
+        sign[: len(sign) // 2] = -1.0
+        self.cos, self.sin = cos[0].to(dtype), (sin[0] * sign).to(dtype)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [B, T] -> two tables [B, T, 1, E]."""
+        """positions [B, T] -> two tables [B, T, 1, R]."""
         return self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
 
 
 class Policy:
     """The weights of a policy directory and its forward passes. views: checkpoint name -> view into the weights.
 
-    Raises EngineRefused where the directory does not hold a Qwen2-type policy, or weights that are not finite.
+    Raises EngineRefused where the directory lacks tensors or has others than its decoder and its head, or holds values
+    that are not finite. `bebop.engines.torch_engine.supported` refuses kinds of policies before anything loads.
     """
 
     def __init__(
         self, policy_dir: Path, *, heads: bool, num_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        from transformers import AutoConfig
-
-        self.config, self.dtype, self.device = AutoConfig.from_pretrained(policy_dir), dtype, device
-        if self.config.model_type not in MIMO.classes or getattr(self.config, "use_sliding_window", False):
-            raise EngineRefused(
-                f"{policy_dir}: model_type {self.config.model_type!r}, sliding window "
-                f"{getattr(self.config, 'use_sliding_window', False)}; rollout.engine=torch runs Qwen2-type policies "
-                "with full attention, set rollout.engine=vllm"
-            )
-        tensors = _loaded(policy_dir, heads, dtype, device)
-        layers = [f"model.layers.{i}." for i in range(self.config.num_hidden_layers)]
-        try:
-            self.embedding, self.norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
-            tied = self.config.tie_word_embeddings
-            self.lm_head = Projection([self.embedding if tied else tensors["lm_head.weight"]])
-            self.layers = [Layer(tensors, prefix, self.config) for prefix in layers]
-            self.head = Head(tensors, self.config) if heads else None
-        except KeyError as error:
-            raise EngineRefused(f"{policy_dir}: tensor {error} is missing, expected a Qwen2-type policy") from None
-        self.rotary = Rotary(self.config, num_positions, dtype, device)
-        self.views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
-        if not tied:
-            self.views["lm_head.weight"] = self.lm_head.weight
+        backbone = load_backbone(policy_dir, dtype=dtype, device=device)
+        network, self.config, self.dtype, self.device = backbone.model.model, backbone.config, dtype, device
+        self.raw_config, files = read_config(policy_dir), Tensors(policy_dir)
+        self._add_biases(backbone.model, files)
+        self.embedding, self.norm = backbone.embed_weight.detach(), network.norm.weight.detach()
+        self.tied = backbone.lm_head_weight is backbone.embed_weight
+        self.lm_head = Projection({"lm_head": backbone.model.get_output_embeddings()})
+        self.rotary = Rotary(network.rotary_emb, num_positions, dtype, device)
+        state = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        if not self.tied:
+            state |= self.lm_head.views
+        modules, network.layers = list(network.layers), None
+        self.layers: list[Layer] = []
+        while modules:  # whose matrices are copied: one layer is held twice, not all
+            self.layers.append(Layer(modules.pop(0), self.config))
+            prefix = f"model.layers.{len(self.layers) - 1}."
+            state |= {prefix + name: view for name, view in self.layers[-1].views.items()}
+        self.stacked = stacks_experts(files)
+        self.views = state if self.stacked else split_experts(state)
+        self._check_names(policy_dir, files)
+        self.head = None
+        if heads:
+            head = load_heads(policy_dir)
+            head.load_state_dict(cast(head.state_dict(), dtype), assign=True)
+            self.head = Head(head.to(device).requires_grad_(False), self.config)
+            self.views |= self.head.views
         self._projections = [self.lm_head]
         for part in (*self.layers, *([self.head] if self.head else [])):
-            self.views |= part.views
             self._projections += part.projections
+        for name, tensor in self.views.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise EngineRefused(f"{policy_dir}: {name} holds values that are not finite")
+
+    def is_head(self, name: str) -> bool:
+        """Whether a checkpoint's tensor is the head's."""
+        return is_head_name(name, self.raw_config)
 
     @property
     def vocabulary(self) -> int:
@@ -199,7 +236,11 @@ class Policy:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] of `hidden` -> [..., V]."""
-        return self.lm_head(F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.config.rms_norm_eps))
+        return self.lm_head(self._normed(hidden))
+
+    def first_state(self, hidden: Tensor) -> Tensor:
+        """[..., D] of `hidden` -> what depth 1 of the head reads."""
+        return hidden if self.head.before_norm else self._normed(hidden)
 
     def draft_state(self, state: Tensor, tokens: Tensor, positions: Tensor, window: Window) -> Tensor:
         """One depth of the head. state [B, T, D], tokens [B, T] (the embedded ones), positions [B, T] -> [B, T, D]."""
@@ -208,11 +249,32 @@ class Policy:
 
     def draft_logits(self, state: Tensor) -> Tensor:
         """[..., D] of `draft_state` -> [..., V]."""
-        return self.lm_head(state)
+        return self.lm_head(self.head.output(state))
 
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.config.rms_norm_eps)
 
-def _packs() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    def _add_biases(self, model: nn.Module, files: Tensors) -> None:
+        """Biases that the file has and transformers' class has not: Qwen3 in MiMo's layout, where vLLM applies them."""
+        for name in files:
+            found = re.fullmatch(r"(model\.layers\.\d+\.self_attn\.[qkv]_proj)\.bias", name)
+            if found and not self.is_head(name) and model.get_submodule(found[1]).bias is None:
+                bias = files[name].to(self.device, self.dtype)
+                model.get_submodule(found[1]).bias = nn.Parameter(bias, requires_grad=False)
+
+    def _check_names(self, policy_dir: Path, files: Tensors) -> None:
+        named = {name for name in files if not self.is_head(name) and not name.endswith("rotary_emb.inv_freq")}
+        if self.tied:
+            named.discard("lm_head.weight")  # transformers takes the embedding
+        if absent := sorted(self.views.keys() - named):
+            raise EngineRefused(
+                f"{policy_dir}: tensor {absent[0]} is missing, expected {len(self.views)} of the policy"
+            )
+        if unknown := sorted(named - self.views.keys()):
+            raise EngineRefused(
+                f"{policy_dir}: tensor {unknown[0]} belongs to nothing that rollout.engine=torch computes; "
+                "set rollout.engine=vllm"
+            )
 
 
 def head_dim(config: Any) -> int:
@@ -220,14 +282,25 @@ def head_dim(config: Any) -> int:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [B, T, heads, E]: x cos + (second half, first half) sin, the sign in the sines."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    """Rotary embedding of [B, T, heads, E]: x cos + (second half, first half) sin, the sign in the sines.
+
+    Only the first R of E numbers are rotated, the others stay.
+    """
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat([rotate(x[..., :width], cos, sin), x[..., width:]], -1)
+    return torch.addcmul(x * cos, x.roll(width // 2, -1), sin)
 
 
-def _loaded(policy_dir: Path, heads: bool, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    tensors = Tensors(policy_dir)
-    loaded = {n: tensors[n].to(device, dtype) for n in tensors if heads or not n.startswith(HEAD_PREFIX)}
-    for name, tensor in loaded.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise EngineRefused(f"{policy_dir}: {name} holds values that are not finite")
-    return loaded
+def _linears(layer: nn.Module, part: str, names: Iterable[str]) -> dict[str, nn.Linear]:
+    return {f"{part}.{name}": layer.get_submodule(f"{part}.{name}") for name in names}
+
+
+def _parts(modules: Iterable[str], leaf: str, whole: Tensor, weights: list[Tensor]) -> dict[str, Tensor]:
+    """Views of the parts of one tensor, by module."""
+    pieces = whole.split([len(weight) for weight in weights])
+    return {f"{name}.{leaf}": piece for name, piece in zip(modules, pieces, strict=True)}
+
+
+def _packs() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

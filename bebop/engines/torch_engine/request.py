@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
-from numbers import Real
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +15,12 @@ import torch
 from bebop.errors import EngineRefused
 from bebop.records import DraftCounts, Rollout, Sampling
 
-# vLLM's names for what this engine does not do, at the values that ask for nothing
-NEUTRAL = {
-    "n": 1,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_tokens": 0,
-    "detokenize": False,
-}
-
 
 @dataclass
 class Request:
     """prompt: token ids; limit: tokens it may emit; stops: ids that end it; seed: of its random streams, int64.
 
-    temperature, top_p and min_p are values of float32, as the sampler has them; top_k 0: off.
+    temperature and top_p are values of float32, as the sampler has them; top_k 0: off.
     """
 
     request_id: str
@@ -41,7 +29,6 @@ class Request:
     temperature: float
     top_k: int
     top_p: float
-    min_p: float
     limit: int
     stops: frozenset[int]
     want_logprobs: bool
@@ -100,42 +87,30 @@ def make_request(
     sampling: Sampling,
     *,
     seed: int,
-    extra: Mapping[str, Any],
     vocabulary: int,
     max_model_len: int,
     end_ids: frozenset[int],
 ) -> Request:
-    """A checked request. seed: used where sampling.seed is None. extra: min_p, and vLLM's names of Sampling's fields.
-
-    Raises EngineRefused naming the parameter, what came and what was expected.
-    """
-    values = asdict(sampling) | {"min_p": 0.0}
-    for name, value in extra.items():
-        if name in values:
-            values[name] = value
-        elif value is not None and (name not in NEUTRAL or value != NEUTRAL[name]):
-            raise EngineRefused(
-                f"sampling parameter {name}={value!r} is not supported by rollout.engine=torch; drop it"
-            )
-    try:
-        prompt = _token_ids(prompt)
-    except TypeError:
-        raise EngineRefused(f"prompt: {_shown(prompt)} came, expected a sequence of token ids") from None
-    _check_prompt(prompt, vocabulary, max_model_len)
-    values |= _checked(values)
-    stops = values["stop_token_ids"] if values["ignore_eos"] else values["stop_token_ids"] | end_ids
+    """A request that the engine has room for. seed: its own. Raises EngineRefused for a prompt that does not fit."""
+    prompt = _token_ids(prompt)
+    if not prompt:
+        raise EngineRefused("prompt: got no token, expected at least one")
+    if len(prompt) >= max_model_len:
+        raise EngineRefused(
+            f"prompt: got {len(prompt)} tokens, expected fewer than rollout.max_model_len={max_model_len}"
+        )
+    if strange := [token for token in prompt if not 0 <= token < vocabulary]:
+        raise EngineRefused(f"prompt: got token {strange[0]}, expected ids in [0, {vocabulary})")
     return Request(
         request_id=request_id,
         prompt=prompt,
-        seed=seed if values["seed"] is None else values["seed"],
-        temperature=values["temperature"],
-        # -1 is vLLM's other word for off; the whole vocabulary is off too
-        top_k=values["top_k"] if 0 < values["top_k"] < vocabulary else 0,
-        top_p=values["top_p"],
-        min_p=values["min_p"],
-        limit=min(values["max_tokens"], max_model_len - len(prompt)),
-        stops=stops,
-        want_logprobs=values["logprobs"],
+        seed=seed,
+        temperature=_float32(sampling.temperature),
+        top_k=sampling.top_k if sampling.top_k < vocabulary else 0,  # all of it is off too
+        top_p=_float32(sampling.top_p),
+        limit=min(sampling.max_tokens, max_model_len - len(prompt)),
+        stops=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else end_ids),
+        want_logprobs=sampling.logprobs,
     )
 
 
@@ -149,74 +124,14 @@ def end_of_text(policy_dir: Path) -> frozenset[int]:
     return frozenset(found)
 
 
-def _check_prompt(prompt: tuple[int, ...], vocabulary: int, max_model_len: int) -> None:
-    if not prompt:
-        raise EngineRefused("prompt: no token came, expected at least one")
-    if len(prompt) >= max_model_len:
-        raise EngineRefused(
-            f"prompt: {len(prompt)} tokens came, expected fewer than rollout.max_model_len={max_model_len}"
-        )
-    if min(prompt) < 0 or max(prompt) >= vocabulary:
-        strange = next(token for token in prompt if not 0 <= token < vocabulary)
-        raise EngineRefused(f"prompt: token {strange} came, expected ids in [0, {vocabulary})")
+def _token_ids(prompt: Iterable[Any]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(token) for token in prompt)
+    except TypeError:
+        shown = " ".join(repr(prompt).split())[:80]
+        raise EngineRefused(f"prompt: got {shown}, expected a sequence of token ids") from None
 
 
-def _whole(value: Any) -> int:
-    """Of any integer type. Raises TypeError for all else, True and False among it."""
-    if isinstance(value, bool):
-        raise TypeError
-    return operator.index(value)
-
-
-def _single(value: Any) -> float:
-    """As the sampler has it: in float32 1e-46 is 0 and 1e39 infinite."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError
-    return torch.tensor(float(value), dtype=torch.float32).item()
-
-
-def _token_ids(values: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(_whole(value) for value in values)
-
-
-def _wanted(value: Any) -> bool:
-    """Whether log-probabilities are; a count of 0 is vLLM's word for the sampled token's own."""
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    if _whole(value) < 0:
-        raise TypeError
-    return True
-
-
-# how a parameter is read, what fits, and that in words
-PARAMETERS = {
-    "temperature": (_single, lambda v: 0.0 <= v < math.inf, "a number at least 0, finite in float32"),
-    "top_p": (_single, lambda v: 0.0 < v <= 1.0, "a number in (0, 1], above 0 in float32"),
-    "min_p": (_single, lambda v: 0.0 <= v <= 1.0, "a number in [0, 1]"),
-    "top_k": (_whole, lambda v: v >= -1, "an integer, at least 1, or 0 for off"),
-    "max_tokens": (_whole, lambda v: v >= 1, "an integer, at least 1"),
-    "seed": (_whole, lambda v: -(2**63) <= v < 2**63, "a signed 64-bit integer"),
-    "stop_token_ids": (lambda v: frozenset(_token_ids(v)), lambda _: True, "a sequence of token ids"),
-    "logprobs": (_wanted, lambda _: True, "True, False, or a count, at least 0"),
-}
-
-
-def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters as read. Raises EngineRefused naming the one that does not fit."""
-    found: dict[str, Any] = {}
-    for name, (read, fits, expected) in PARAMETERS.items():
-        value = values[name]
-        if name == "seed" and value is None:
-            continue
-        try:
-            found[name] = read(value)
-            fit = fits(found[name])
-        except (TypeError, OverflowError):
-            fit = False
-        if not fit:
-            raise EngineRefused(f"sampling parameter {name}={_shown(value)}: expected {expected}")
-    return found
-
-
-def _shown(value: Any) -> str:
-    return " ".join(repr(value).split())[:80]
+def _float32(value: float) -> float:
+    """As the sampler has it: 1e-46 is 0, so greedy."""
+    return torch.tensor(value, dtype=torch.float32).item()

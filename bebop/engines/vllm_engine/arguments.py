@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,6 @@ from bebop.errors import EngineRefused
 from bebop.mtp.checkpoint import read_config
 from bebop.mtp.families import decoder_config
 from bebop.records import Sampling
-
-# vLLM 0.31.0 applies these to the first token of a verification step only, or not at all
-NOT_WITH_SPECULATION = ("min_p", "logit_bias", "min_tokens", "structured_outputs", "logits_processors")
 
 
 def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dtype: str) -> dict[str, Any]:
@@ -82,15 +79,13 @@ def refuse_block(rollout: RolloutSection, *, on_cpu: bool, v2_runner: bool) -> N
         )
 
 
-def sampling_values(sampling: Sampling, *, speculating: bool, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of vLLM's SamplingParams. Raises EngineRefused for what speculation does not support, by its name."""
-    for name in NOT_WITH_SPECULATION:
-        if speculating and extra.get(name):
-            raise EngineRefused(
-                f"sampling parameter {name}={extra[name]!r} is not supported with speculation; "
-                "drop it or set rollout.speculation=none"
-            )
-    values: dict[str, Any] = {
+def sampling_values(sampling: Sampling) -> dict[str, Any]:
+    """Arguments of vLLM's SamplingParams.
+
+    What `Sampling` lacks (min_p, logit_bias, min_tokens, structured outputs), vLLM 0.31 applies to the first token of a
+    verification step only, or not at all.
+    """
+    return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -100,7 +95,6 @@ def sampling_values(sampling: Sampling, *, speculating: bool, extra: Mapping[str
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
     }
-    return values | dict(extra)
 
 
 def stamp(num_tokens: int, spans: Sequence[tuple[int, int]], version: int) -> tuple[int, ...]:

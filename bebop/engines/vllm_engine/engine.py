@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -100,30 +101,19 @@ class VllmEngine:
     # -- sampling -----------------------------------------------------------------------------------------------
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        seeds: Sequence[int] | None = None,
-        extra: Mapping[str, Any] | None = None,
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
     ) -> list[Rollout]:
         if seeds is not None and len(seeds) != len(prompts):
             raise EngineRefused(f"seeds has {len(seeds)} entries for {len(prompts)} prompts")
-        return self._run(self._generate_all(prompts, sampling, seeds, extra or {}))
+        of_each = [sampling] * len(prompts) if seeds is None else [replace(sampling, seed=seed) for seed in seeds]
+        return self._run(self._generate_all(prompts, of_each))
 
     async def agenerate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Rollout:
-        return await asyncio.wrap_future(self._submit(self._one(prompt_ids, sampling, request_id, None, {})))
+        return await asyncio.wrap_future(self._submit(self._one(prompt_ids, sampling, request_id)))
 
-    async def _generate_all(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int] | None,
-        extra: Mapping[str, Any],
-    ) -> list[Rollout]:
-        seed_of = seeds if seeds is not None else [None] * len(prompts)
-        pairs = zip(prompts, seed_of, strict=True)
-        tasks = [asyncio.ensure_future(self._one(prompt, sampling, None, seed, extra)) for prompt, seed in pairs]
+    async def _generate_all(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> list[Rollout]:
+        pairs = zip(prompts, samplings, strict=True)
+        tasks = [asyncio.ensure_future(self._one(prompt, sampling)) for prompt, sampling in pairs]
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
@@ -132,20 +122,11 @@ class VllmEngine:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    async def _one(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        request_id: str | None,
-        seed: int | None,
-        extra: Mapping[str, Any],
-    ) -> Rollout:
+    async def _one(self, prompt: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Rollout:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        values = sampling_values(sampling, speculating=self.rollout.speculation == "mtp", extra=extra)
-        if seed is not None:
-            values["seed"] = seed
+        values = sampling_values(sampling)
         params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False, **values)
         request_id = request_id or f"bebop-{next(self._ids)}"
         if request_id in self._spans:
@@ -249,13 +230,11 @@ class VllmEngine:
         return self._counts
 
     def take_steps(self) -> list[Step]:
-        """The steps since this was last asked, oldest first."""
         steps = list(self._steps)
         self._steps.clear()
         return steps
 
     def set_draft_schedule(self, schedule: Mapping[str, int]) -> None:
-        """Draft by `schedule` from the next step on. Raises EngineRefused where the engine was started without one."""
         if self.rollout.draft_schedule is None:
             raise EngineRefused("draft lengths can change where rollout.draft_schedule is set; this engine has none")
         most = max(entry.k for entry in parse(schedule))
@@ -269,7 +248,6 @@ class VllmEngine:
 
     @property
     def process_ids(self) -> list[int]:
-        """Process ids of the engine core."""
         return [process.pid for process in self._processes]
 
     def close(self) -> None:

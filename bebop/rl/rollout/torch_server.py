@@ -17,7 +17,7 @@ import asyncio
 import os
 import random
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import ray
@@ -35,7 +35,6 @@ from bebop.rl.rollout import early
 
 NAME = "torch"  # verl's rollout.name, and the prefix of its actors' names
 DRAINED_S = 0.01  # how often `sleep` looks whether the last request has left
-SAMPLED = ("temperature", "top_p", "top_k", "max_tokens", "logprobs", "ignore_eos", "seed", "stop_token_ids")
 
 
 class TorchServer:
@@ -175,14 +174,14 @@ def sampling_of(params: Mapping[str, Any], *, room: int) -> Sampling:
     asked = params.pop("max_new_tokens", None)
     if params.pop("repetition_penalty", 1.0) != 1.0:
         raise RolloutFailed("repetition_penalty: rollout.engine=torch samples the policy itself; leave it at 1.0")
-    unknown = [name for name in params if name not in SAMPLED]
-    if unknown:
-        raise RolloutFailed(f"sampling parameter {unknown[0]}: rollout.engine=torch knows {', '.join(SAMPLED)}")
+    known = [field.name for field in fields(Sampling)]
+    if unknown := [name for name in params if name not in known]:
+        raise RolloutFailed(f"sampling parameter {unknown[0]}: rollout.engine=torch knows {', '.join(known)}")
     wanted = params.pop("max_tokens", asked)
     params["top_k"] = max(0, params.get("top_k") or 0)  # verl writes "off" as -1
     params["stop_token_ids"] = tuple(params.get("stop_token_ids") or ())
     if "logprobs" in params:
-        params["logprobs"] = bool(params["logprobs"])  # verl's flag; to the engine a 0 is vLLM's count
+        params["logprobs"] = bool(params["logprobs"])  # verl's flag, which may be a number
     return Sampling(max_tokens=room if wanted is None else max(1, min(wanted, room)), **params)
 
 
