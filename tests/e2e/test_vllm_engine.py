@@ -200,12 +200,6 @@ def test_abort_returns_what_there_is_and_keep_continues_it(fresh):
             assert all(len(r.token_ids) == 200 and r.finish_reason == "length" for r in rollouts)
 
 
-def test_a_sampling_parameter_that_speculation_ignores_is_refused_by_name(fresh):
-    with pytest.raises(EngineRefused, match=r"min_p=0\.2 is not supported with speculation"):
-        fresh.generate(PROMPTS, Sampling(max_tokens=2), extra={"min_p": 0.2})
-    assert len(fresh.generate(PROMPTS, Sampling(max_tokens=2, ignore_eos=True))) == len(PROMPTS)
-
-
 def test_block_verification_is_refused_before_the_engine_starts(policies):
     with pytest.raises(EngineRefused, match=r"rollout\.rule=block"):
         make_engine(RolloutSection(rule="block", **LIMITS), policies[0])

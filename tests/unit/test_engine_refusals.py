@@ -10,7 +10,6 @@ from torch import nn
 from bebop.config import RolloutSection
 from bebop.engines import check_policy
 from bebop.engines.vllm_engine.arguments import (
-    NOT_WITH_SPECULATION,
     engine_arguments,
     refuse_block,
     sampling_values,
@@ -81,15 +80,8 @@ def test_block_verification_passes_on_the_runner_that_has_it():
     refuse_block(RolloutSection(rule="block"), on_cpu=False, v2_runner=True)
 
 
-@pytest.mark.parametrize("name", NOT_WITH_SPECULATION)
-def test_a_parameter_that_speculation_ignores_is_refused_by_name(name):
-    with pytest.raises(EngineRefused, match=name):
-        sampling_values(Sampling(), speculating=True, extra={name: 1})
-    assert sampling_values(Sampling(), speculating=False, extra={name: 1})[name] == 1
-
-
 def test_temperature_and_limits_reach_the_engine():
-    values = sampling_values(Sampling(temperature=0.7, top_k=5, max_tokens=9, seed=3), speculating=True, extra={})
+    values = sampling_values(Sampling(temperature=0.7, top_k=5, max_tokens=9, seed=3))
     assert (values["temperature"], values["top_k"], values["max_tokens"], values["seed"]) == (0.7, 5, 9, 3)
     assert values["logprobs"] == 0
 

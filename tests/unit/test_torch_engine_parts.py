@@ -1,106 +1,25 @@
-"""Passes of the torch engine against the formulas: transformers' decoder, the trained head, masks, moves, numbers."""
+"""Parts of the torch engine against their formulas: attention over the cache, masks, moves, random numbers, slots."""
 
-import json
 import math
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from bebop.config import RolloutSection
 from bebop.engines import make_engine
-from bebop.engines.torch_engine.drafter import Anchors, Drafter, Settings
 from bebop.engines.torch_engine.kv_cache import Cache, Window, fold
 from bebop.engines.torch_engine.model import Policy
 from bebop.engines.torch_engine.random import RoundDraws
 from bebop.errors import EngineRefused
-from bebop.mtp import HEAD_PREFIX, draft_hidden, load_heads
 from bebop.policies import random_checkpoint
 from bebop.spec import Purpose, Streams
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=[4, 2], ids=["own key heads", "shared key heads"])
-def directory(request, tmp_path_factory):
-    """A policy of 4 query heads with as many or half as many key heads."""
-    path = random_checkpoint(tmp_path_factory.mktemp("policy"), vocab=20, num_heads=4, seed=5)
-    config = json.loads((path / "config.json").read_text()) | {"num_key_value_heads": request.param}
-    (path / "config.json").write_text(json.dumps(config))
-    tensors = load_file(path / "model.safetensors")
-    share = request.param / 4
-    for name, tensor in tensors.items():
-        if ".k_proj." in name or ".v_proj." in name:
-            tensors[name] = tensor[: int(share * len(tensor))].clone()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
-
-
 @pytest.fixture(scope="module")
-def policy(directory):
-    return Policy(directory, heads=True, num_positions=64, dtype=torch.float32, device=CPU)
-
-
-def caches(policy, num_slots, num_columns=64):
-    shape = policy.cache_shape() | {"num_slots": num_slots, "num_columns": num_columns}
-    rest = {"dtype": torch.float32, "device": CPU}
-    return Cache(num_layers=2, **shape, **rest), Cache(num_layers=1, **shape, **rest)
-
-
-def test_the_decoder_is_transformers_with_and_without_a_cache(policy, directory):
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    model = Qwen2ForCausalLM(Qwen2Config.from_pretrained(directory)).eval()
-    tensors = load_file(directory / "model.safetensors")
-    model.load_state_dict({name: tensor for name, tensor in tensors.items() if not name.startswith(HEAD_PREFIX)})
-    tokens = torch.randint(20, (3, 12), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(12).expand(3, -1)
-    cache, _ = caches(policy, 3)
-    with torch.no_grad():
-        wanted = model(tokens).logits
-        first = policy.hidden(tokens[:, :7], positions[:, :7], Window(cache, 0, 0, causal=True))
-        mask = fold(None, torch.ones(5, 5, dtype=torch.bool).tril().expand(3, -1, -1), 7, policy.groups, torch.float32)
-        second = policy.hidden(tokens[:, 7:], positions[:, 7:], Window(cache, 0, 7, mask))
-    found = policy.logits(torch.cat([first, second], 1))
-    assert (found - wanted).abs().max() < 2e-5
-
-
-def test_drafts_are_those_that_training_computes_at_every_depth(policy, directory):
-    depth, length = 4, 9
-    rollout = RolloutSection(engine="torch", rule="target_only", num_speculative_tokens=depth)
-    generator = torch.Generator().manual_seed(1)
-    text = torch.randint(20, (1, length), generator=generator)
-    cache, head_cache = caches(policy, 1)
-    positions = torch.arange(length - 1).unsqueeze(0)
-    with torch.no_grad():
-        hidden = policy.hidden(text[:, :-1], positions, Window(cache, 0, 0, causal=True))
-        state = policy.draft_state(hidden, text[:, 1:], positions, Window(head_cache, 0, 0, causal=True))
-        anchors = Anchors(torch.tensor([length]), state[:, -1], None, length - 1)
-        settings = Settings(torch.ones(1), {})
-        states = [state[:, -1]]
-        deeper = Drafter._deeper
-
-        class Watched(Drafter):
-            def _deeper(self, *arguments):
-                out = deeper(self, *arguments)
-                states.append(out[:, 0])
-                return out
-
-        chain = Watched(rollout, policy).draft(anchors, settings, None, head_cache)
-        ids = torch.cat([text, chain.tokens], 1)[0]
-        normed = torch.zeros(len(ids), policy.config.hidden_size)
-        normed[: length - 1] = torch.nn.functional.rms_norm(hidden[0], hidden.shape[-1:], policy.norm, 1e-6)
-        trained = draft_hidden(
-            load_heads(directory),
-            normed,
-            policy.embedding,
-            ids,
-            torch.tensor([0, len(ids)]),
-            torch.arange(len(ids)),
-            depth,
-        )
-    for k in range(depth):
-        assert (states[k][0] - trained[k, length - 2]).abs().max() < 2e-5, f"depth {k + 1}"
+def directory(tmp_path_factory):
+    return random_checkpoint(tmp_path_factory.mktemp("policy"), vocab=20, seed=5)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -181,23 +100,3 @@ def test_slots_are_as_many_as_the_memory_holds(directory):
         held = engine._rounds.cache.bytes + engine._rounds.head_cache.bytes
         assert engine._rounds.num_slots < 64
         assert 0.9 * 0.002 * 2**30 < held <= 0.002 * 2**30
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"model_type": "llama"}, "model_type 'llama'"), ({"use_sliding_window": True}, "sliding window True")],
-)
-def test_a_policy_of_another_kind_is_refused(directory, tmp_path, change, message):
-    config = json.loads((directory / "config.json").read_text()) | change
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(EngineRefused, match=message):
-        make_engine(RolloutSection(engine="torch"), tmp_path)
-
-
-def test_weights_that_are_not_finite_are_refused_by_name(directory, tmp_path):
-    tensors = load_file(directory / "model.safetensors")
-    tensors["model.norm.weight"][3] = torch.inf
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
-    with pytest.raises(EngineRefused, match=r"model\.norm\.weight holds values that are not finite"):
-        make_engine(RolloutSection(engine="torch"), tmp_path)

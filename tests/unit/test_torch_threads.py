@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from bebop.engines.torch_engine.threads import FEW_ELEMENTS, threads_for
+from bebop.engines.torch_engine.profiling import FEW_ELEMENTS, threads_for
 
 CPU = torch.device("cpu")
 
