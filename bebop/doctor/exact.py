@@ -11,21 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bebop.backbone import load_backbone
 from bebop.spec import acceptance_ratio, residual
 
 LENGTH = 3  # tokens of the joint
-HEAD_PREFIX = "model.mtp_layers."
 
 
 def load_policy(policy_dir: Path) -> Any:
     """The policy as transformers computes it, in float64, its heads left out."""
-    from safetensors.torch import load_file
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    model = Qwen2ForCausalLM(Qwen2Config.from_pretrained(policy_dir)).double().eval()
-    tensors = load_file(Path(policy_dir) / "model.safetensors")
-    model.load_state_dict({name: tensor for name, tensor in tensors.items() if not name.startswith(HEAD_PREFIX)})
-    return model
+    return load_backbone(policy_dir, dtype=torch.float64).model
 
 
 def conditionals(policy_dir: Path, prompt: Sequence[int], temperature: float) -> list[Tensor]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from bebop.config import GrpoConfig
 from bebop.data.prompts import make_prompts
+from bebop.engines import check_policy
 from bebop.errors import ConfigError, RlError
 from bebop.monitor import JsonlSink, read_records, summarise, write_report, write_summary
 from bebop.rl import checkpoints
@@ -70,6 +71,7 @@ def _run(config: GrpoConfig, run_dir: Path, policy_dir: Path | None, num_gpus: i
     step = checkpoints.latest(run_dir)
     resume_from = checkpoints.verl_dir(run_dir, step) if step else None
     policy = Policy.read(Path(policy_dir).resolve())
+    check_policy(config.rollout, policy.path)
     composed = compose(config, policy, run_dir, num_gpus=num_gpus, resume_from=resume_from)
     save(composed, run_dir / "verl.yaml")
     _write_prompts(config, run_dir)

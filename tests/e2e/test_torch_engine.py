@@ -48,13 +48,21 @@ def policies(tmp_path_factory):
     return [random_checkpoint(root / str(seed), vocab=VOCABULARY, seed=seed) for seed in (1, 2)]
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A tied one, with heads around a decoder layer of its own class."""
+    return random_checkpoint(
+        tmp_path_factory.mktemp("llama"), vocab=VOCABULARY, seed=1, model_type="llama", num_heads=4, tied=True
+    )
+
+
 @pytest.fixture
 def start(policies):
-    """Engines on the first policy, closed at the end of the test."""
+    """Engines, on the first policy where no other is named, closed at the end of the test."""
     running = []
 
-    def one(kind, **limits):
-        running.append(make_engine(RolloutSection(**LIMITS | limits | kind), policies[0], seed=0))
+    def one(kind, policy=policies[0], **limits):
+        running.append(make_engine(RolloutSection(**LIMITS | limits | kind), policy, seed=0))
         return running[-1]
 
     yield one
@@ -96,6 +104,36 @@ def test_the_first_three_tokens_of_20000_requests_follow_the_policys_exact_joint
 def test_every_other_rule_and_tree_follows_it_too(start, policies, kind):
     engine = start(kind, max_num_seqs=2000, max_model_len=32)
     assert p_value(engine, exact.joint(policies[0], PROMPT, 0.7), 0.7, 4000) > 1e-3
+
+
+@pytest.mark.parametrize("kind", [CHAIN, RHEO], ids=["chain", "rheo"])
+def test_a_tied_llama_with_heads_of_its_own_layer_is_sampled_exactly(start, llama, kind):
+    engine = start(kind, llama, max_num_seqs=2000, max_model_len=32)
+    assert p_value(engine, exact.joint(llama, PROMPT, 0.7), 0.7, 10_000) > 1e-3
+    assert engine.counts().acceptance_length > 1.3
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"model_type": "llama", "tied": True},
+        {"model_type": "qwen3", "head_dim": 24},
+        {"model_type": "mistral"},
+        {"model_type": "qwen3_moe"},
+    ],
+    ids=lambda shape: shape["model_type"],
+)
+def test_greedy_text_is_what_transformers_generates(start, tmp_path, shape):
+    policy = random_checkpoint(tmp_path, vocab=50, seed=3, num_heads=4, **shape)
+    model = exact.load_policy(policy)
+    engine = start(RHEO, policy)
+    for rollout in engine.generate(PROMPTS, Sampling(temperature=0.0, max_tokens=30, ignore_eos=True)):
+        prompt = torch.tensor([rollout.prompt_ids])
+        wanted = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=30, eos_token_id=None
+        )
+        assert rollout.token_ids == tuple(wanted[0, prompt.shape[1] :].tolist())
+    assert engine.counts().acceptance_length > 1.0
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.7}], ids=str)
