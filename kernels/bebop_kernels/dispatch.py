@@ -1,34 +1,33 @@
-"""Which implementation computes a call, and what each must offer.
+"""Which implementation runs a call, and what each implementation provides.
 
-| impl      | where it runs                                  | files          |
-|-----------|------------------------------------------------|----------------|
-| triton    | CUDA and ROCm GPUs; TRITON_INTERPRET=1: CPU    | triton_*.py    |
-| cpu       | CPU tensors                                    | cpu_*.py       |
-| reference | anywhere: chunked torch, the others' judge     | reference_*.py |
+| impl      | where it runs                                          |
+|-----------|--------------------------------------------------------|
+| triton    | CUDA and ROCm GPUs; CPUs too with TRITON_INTERPRET=1   |
+| cpu       | CPU tensors: loops compiled by numba                   |
+| reference | anywhere: chunked torch, which the others are tested on |
 
-`auto` takes the first of triton, cpu and reference that can run the call and logs its choice once per kernel and
-device. An implementation that was asked for by name is used or refused with the reason: never replaced.
+`auto` takes the first of triton, cpu and reference that can run the call, and logs its choice once per op and device.
+An implementation requested by name runs or is refused with the reason. It is never replaced.
 
-A module `<impl>_<kernel>` is imported at its first use, so that the package imports without triton. It has
+The implementation is the module `bebop_kernels.{op}.{impl}`, imported on first use so that the package imports without
+triton and numba. Every module provides
 
-    unavailable(device, dtypes) -> str | None       # why it cannot run tensors of these dtypes there; None: it can
+    unavailable(device, dtypes) -> str | None       # why it cannot run these tensors, or None
 
-and, by kernel (shapes as in rows.py; arguments are checked but for NaN, +inf and index values; nothing requires grad):
+and, by op (shapes as in rows.py; arguments are already checked, except for NaN, +inf and index values; no argument
+requires grad):
 
-    <impl>_overlap.forward(draft_logits, target_logits, temperature, group) -> (alpha [N], saved [N, 5])
-    <impl>_overlap.backward(grad_alpha [N], draft_logits, target_logits, saved, temperature, group) -> grad [N, V]
-    <impl>_linear.forward(draft_hidden, target_hidden, weight, target_index, temperature, group, want_row_grad)
-        -> (alpha [K, N], row_grad [K, N, D] or None)   # row_grad = d alpha / d draft_hidden, summed over the group
-    <impl>_linear.backward(grad_alpha [K, N], draft_hidden, target_hidden, weight, target_index, temperature, group)
-        -> (grad_draft_hidden, grad_weight)             # the weight is trained; grad_draft_hidden summed over the group
-    <impl>_statistics.statistics(draft_logits, target_logits, tokens or None, temperature) -> five or seven [N] float32
-    <impl>_highest.highest(logits, num) -> (values, ids) [N, num]    # not in triton: a GPU takes torch's topk
+    overlap.forward(draft_logits, target_logits, temperature, group) -> (alpha [N], saved [N, 5])
+    overlap.backward(grad_alpha [N], draft_logits, target_logits, saved, temperature, group) -> grad [N, V]
+    linear.sweep(inputs, scale [K, N], want_grad) -> Iterator[Chunk]     # linear/driver.py
+    statistics.statistics(draft_logits, target_logits, tokens or None, temperature) -> five or seven [N] float32
+    topk.topk(logits, k) -> (values, ids) [N, k]    # no triton: torch.topk serves GPUs
 
-alpha and saved are float32, float64 where both inputs are. `saved` is the implementation's own: by custom the two
-rows' maximum and log-sum, and S. Gradients have the dtype of what they belong to, rounded once. NaN and +inf in logits
-raise ValueError naming draft_logits or target_logits (draft_hidden or target_hidden in the linear form), and indices
-out of range naming theirs. `group` is a process group or None; every rank of it calls with the same rows and any number
-of columns, 0 among them; what is refused on one rank is refused on all.
+alpha and saved are float32, or float64 if both inputs are. `saved` is private to the implementation; today it holds the
+maximum and the sum of both rows, and S. A gradient has the dtype of its input and is rounded once. NaN and +inf in
+logits raise a ValueError that names draft_logits or target_logits (draft_hidden or target_hidden in the linear form);
+so do indices out of range. `group` is a process group or None. Every rank of a group calls with the same rows and any
+number of columns, including 0, and an input that one rank refuses is refused on all.
 """
 
 from __future__ import annotations
@@ -42,66 +41,74 @@ from types import ModuleType
 import torch
 
 IMPLEMENTATIONS = ("auto", "triton", "cpu", "reference")
-ABSENT = {("triton", "highest")}
+MISSING = {("triton", "topk")}
 _log = logging.getLogger("bebop_kernels")
 
 
 def check_impl(impl: str) -> None:
     if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl={impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
+        raise ValueError(f"impl: got {impl!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
 
 
-def choose(impl: str, kernel: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
-    """The implementation's name for one call. kernel: overlap, linear, statistics or highest.
+def choose(impl: str, op: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
+    """Name of the implementation for one call. op: overlap, linear, statistics or topk.
 
-    Raises ValueError with the reason where the one asked for cannot run.
+    Raises ValueError with the reason if the requested implementation cannot run.
     """
     check_impl(impl)
     if impl != "auto":
-        reason = unavailable(impl, kernel, device, dtypes)
+        reason = unavailable(impl, op, device, dtypes)
         if reason:
-            able = [f"{k!r}" for k in IMPLEMENTATIONS[1:] if not unavailable(k, kernel, device, dtypes)]
+            able = [f"{name!r}" for name in IMPLEMENTATIONS[1:] if not unavailable(name, op, device, dtypes)]
             raise ValueError(f"impl={impl!r}: {reason}; set impl={' or '.join(able)}")
         return impl
     reasons = {}
     for name in IMPLEMENTATIONS[1:]:
-        debug = name == "triton" and device.type != "cuda"  # the interpreter is for those who ask for it
-        reasons[name] = "no GPU" if debug else unavailable(name, kernel, device, dtypes)
+        debug = name == "triton" and device.type != "cuda"  # the interpreter runs only on request
+        reasons[name] = "no GPU" if debug else unavailable(name, op, device, dtypes)
         if not reasons[name]:
             break
-    _announce(kernel, device.type, name, "; ".join(f"{k}: {v}" for k, v in reasons.items() if v))
+    _log_choice(op, device.type, name, "; ".join(f"{k}: {v}" for k, v in reasons.items() if v))
     return name
 
 
-def unavailable(impl: str, kernel: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str | None:
+def unavailable(impl: str, op: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str | None:
     """Why an implementation cannot run tensors of these dtypes on a device, or None."""
     if impl == "cpu" and device.type != "cpu":
-        return f"needs CPU tensors (they are on {device.type})"
+        return f"needs CPU tensors (got tensors on {device.type})"
     if impl == "triton" and device.type != "cuda" and not interpreted():
-        return f"needs a CUDA or ROCm GPU (tensors are on {device.type}), or TRITON_INTERPRET=1 to debug"
-    if (impl, kernel) in ABSENT:
-        return "has no such kernel"
-    try:
-        return module(impl, kernel).unavailable(device, dtypes)
-    except ImportError as error:
-        return f"cannot be imported ({error})"
+        return f"needs a CUDA or ROCm GPU (got tensors on {device.type}), or TRITON_INTERPRET=1 to debug"
+    if (impl, op) in MISSING:
+        return f"has no {op} kernel"
+    reason: str | None = _import_error(impl, op) or module(impl, op).unavailable(device, dtypes)
+    return reason
 
 
-def load(impl: str, kernel: str, *tensors: torch.Tensor) -> ModuleType:
-    """The module that computes a kernel for these tensors."""
-    return module(choose(impl, kernel, tensors[0].device, tuple(t.dtype for t in tensors)), kernel)
+def load(impl: str, op: str, *tensors: torch.Tensor) -> ModuleType:
+    """The module that runs an op on these tensors."""
+    return module(choose(impl, op, tensors[0].device, tuple(t.dtype for t in tensors)), op)
 
 
 def interpreted() -> bool:
-    """Whether triton runs its kernels in Python, on tensors of any device."""
+    """True if triton interprets its kernels in Python, which works on tensors of any device."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 @functools.cache
-def module(impl: str, kernel: str) -> ModuleType:
-    return importlib.import_module(f"bebop_kernels.{impl}_{kernel}")
+def module(impl: str, op: str) -> ModuleType:
+    return importlib.import_module(f"bebop_kernels.{op}.{impl}")
 
 
 @functools.cache
-def _announce(kernel: str, device: str, name: str, reasons: str) -> None:
-    _log.info("%s on %s: impl=%s%s", kernel, device, name, f" ({reasons})" if reasons else "")
+def _import_error(impl: str, op: str) -> str | None:
+    try:
+        module(impl, op)
+    except ImportError as error:
+        package = {"cpu": "numba"}.get(impl, impl)
+        return f"needs {package} (pip install {package}), which cannot be imported: {error}"
+    return None
+
+
+@functools.cache
+def _log_choice(op: str, device: str, name: str, reasons: str) -> None:
+    _log.info("%s on %s: impl=%s%s", op, device, name, f" ({reasons})" if reasons else "")

@@ -1,23 +1,23 @@
-"""Softmax over rows of logits, safe for -inf, in chunks that bound memory; the part every kernel here starts with.
+"""Softmax over rows of logits, safe for -inf, in chunks that bound memory. Every reference kernel starts with it.
 
-Shapes: N rows, V vocabulary (the local shard of it under tensor parallelism), D width, K depths, M target rows.
-A row q = softmax(z / T) is kept as (z - max z) / T, log Z and q itself, so that log-probabilities cost no second pass.
-A row that is -inf throughout has no distribution: q is 0 everywhere, so its overlap and its gradient are 0.
+Shapes: N rows, V vocabulary (this rank's shard under tensor parallelism), D width, K depths, M target rows.
+A row q = softmax(z / T) is kept as (z - max z) / T, log Z and q, so that log-probabilities need no second pass.
+A row of only -inf has no distribution: its q is 0 everywhere, so its overlap and gradient are 0.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bebop_kernels.tensor_parallel import gather, ordered_sum_of
+from bebop_kernels.tensor_parallel import Group, gather, ordered_sum_of, widest
 
-# Elements of one [rows, V] buffer. A chunk this size stays near the last-level cache; about six such buffers live at
-# once.
+# Elements of one [rows, V] buffer. Such a chunk stays near the last-level cache; about six buffers live at once.
 CHUNK_ELEMENTS = 1 << 19
-MIN_CHUNK_ROWS = 32  # below this the matrix products of the linear kernels become bound by reading the weight
+MIN_CHUNK_ROWS = 32  # with fewer rows, reading the weight bounds the matrix products of the linear kernels
 
 
 class Rows(NamedTuple):
@@ -33,17 +33,21 @@ class Rows(NamedTuple):
         return self.shifted - self.log_z
 
 
-def chunk_rows(vocab_size: int, group: Any = None) -> int:
-    """Rows per chunk so that one [rows, V] buffer holds about CHUNK_ELEMENTS; the same on every rank of a group."""
-    if group is not None:
-        vocab_size = int(gather(torch.tensor([vocab_size]), group).max())
-    return max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // max(vocab_size, 1))
+def chunk_rows(vocab_size: int, group: Group, device: torch.device) -> int:
+    """Rows per chunk, so that one [rows, V] buffer holds about CHUNK_ELEMENTS. The same on every rank of a group."""
+    return max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // max(widest(vocab_size, group, device), 1))
 
 
-def normalise(logits: Tensor, temperature: float, argument: str, group: Any = None) -> Rows:
+def slices(num_rows: int, step: int) -> Iterator[slice]:
+    """[0, num_rows) in slices of `step` rows; the last may be shorter."""
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
+
+
+def normalise(logits: Tensor, temperature: float, argument: str, group: Group = None) -> Rows:
     """Rows of softmax(logits / temperature). logits [R, V] of any float type; computed in float32, or float64 if given.
 
-    Raises ValueError naming `argument` where a row holds NaN or +inf, on every rank of the group.
+    Raises ValueError that names `argument` if a row holds NaN or +inf, on every rank of the group.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     peak = logits.amax(-1, keepdim=True) if logits.shape[1] else logits.new_full((len(logits), 1), -torch.inf)
@@ -62,48 +66,12 @@ def normalise(logits: Tensor, temperature: float, argument: str, group: Any = No
 
 
 def safe(peak: Tensor) -> Tensor:
-    """A maximum to subtract: 0 where there is nothing but -inf."""
+    """The maximum to subtract: 0 for rows of only -inf."""
     return peak.masked_fill(peak == -torch.inf, 0)
 
 
 def check_sums(argument: str, z: Tensor) -> None:
-    """Refuse rows with NaN or +inf in their logits, known by sum exp(z - max z): it is NaN for both."""
+    """Refuse rows with NaN or +inf in their logits: sum exp(z - max z) is NaN for both. Waits for the device."""
     bad = int(z.isnan().sum())
     if bad:
-        raise ValueError(f"{argument}: NaN or +inf in the logits of {bad} rows, expected numbers or -inf")
-
-
-def check_temperature(temperature: float) -> None:
-    if not 0 < float(temperature) < float("inf"):
-        raise ValueError(f"temperature={temperature}: expected a finite number above 0")
-
-
-def check_float(argument: str, value: Tensor, shape: str, *sizes: int | None, like: Tensor | None = None) -> None:
-    """Check type, device, rank and the sizes that are not None. `shape` is how the message writes what was expected."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        came = f"dtype {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{argument}: {came}, expected a floating-point tensor {shape}")
-    fits = value.dim() == len(sizes) and all(e in (None, a) for a, e in zip(value.shape, sizes, strict=True))
-    if not fits:
-        expected = "[" + ", ".join("*" if e is None else str(e) for e in sizes) + "]"
-        raise ValueError(f"{argument}: shape {list(value.shape)}, expected {shape}, here {expected}")
-    check_device(argument, value, like)
-
-
-def check_device(argument: str, value: Tensor, like: Tensor | None) -> None:
-    if like is not None and value.device != like.device:
-        raise ValueError(f"{argument}: on {value.device}, expected {like.device} as the other tensors")
-
-
-def check_ids(argument: str, value: Tensor, shape: tuple[int, ...], *, like: Tensor) -> None:
-    """Check type and shape of a long tensor. Its values are looked at inside the operator: `check_range`."""
-    if not isinstance(value, Tensor) or value.dtype != torch.int64 or tuple(value.shape) != shape:
-        came = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{argument}: {came}, expected torch.int64 {list(shape)}")
-    check_device(argument, value, like)
-
-
-def check_range(argument: str, value: Tensor, limit: int, what: str) -> None:
-    """Check that values are in [0, limit)."""
-    if value.numel() and (int(value.min()) < 0 or int(value.max()) >= limit):
-        raise ValueError(f"{argument}: values {int(value.min())}..{int(value.max())}, expected {what} in [0, {limit})")
+        raise ValueError(f"{argument}: got NaN or +inf in the logits of {bad} rows, expected numbers or -inf")

@@ -1,7 +1,7 @@
-"""python kernels/bench: the kernels against their rivals, in one run. Prints a table, appends to a CSV.
+"""python kernels/bench: compare the kernels with baselines in one run. Prints a table and appends to a CSV.
 
-Columns: `of_eager` is how many times faster than eager; `over_floor` is the time over what the machine needs for the
-least bytes and FLOP of the case (`Case.floor_bytes`, `floor_flop`) at the rates measured in the same run.
+Columns: `of_eager` is eager's time divided by this time. `over_floor` is this time divided by the time that the machine
+needs for the least bytes and FLOP of the case (`Case.floor_bytes`, `floor_flop`), at rates measured in the same run.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
-from contestants import Case, contestants
-from measure import Rates, compare, rates
+from implementations import Case, implementations
+from measure import Cost, Rates, compare, rates
 
-DTYPES = {"overlap": torch.float32, "linear": torch.bfloat16, "highest": torch.bfloat16}
+DTYPES = {"overlap": torch.float32, "linear": torch.bfloat16, "topk": torch.bfloat16}
 
 
 def main() -> None:
@@ -32,15 +33,15 @@ def main() -> None:
     rows, left_out = [], {}
     machine = {kernel: rates(device, dtype) for kernel, dtype in DTYPES.items()}
     for case in cases(arguments):
-        found, absent = contestants(case, device)
+        functions, unavailable = implementations(case, device)
         tensors = case.tensors(device)
-        costs, failed = compare(found, tensors, arguments.repeats)
+        costs, failed = compare(functions, tensors, arguments.repeats)
         del tensors
-        made = [_row(case, name, cost, costs, machine[case.kernel]) | conditions for name, cost in costs.items()]
-        print_table(made)
-        append(arguments.csv, made)
-        rows += made
-        left_out |= {f"{case.kernel} {name}": reason for name, reason in (absent | failed).items()}
+        measured = [_row(case, name, cost, costs, machine[case.kernel]) | conditions for name, cost in costs.items()]
+        print_table(measured)
+        append(arguments.csv, measured)
+        rows += measured
+        left_out |= {f"{case.kernel} {name}": reason for name, reason in (unavailable | failed).items()}
     for name, reason in left_out.items():
         print(f"left out: {name}: {reason}")
     if arguments.json:
@@ -49,28 +50,30 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kernels/bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[256, 1024], help="rows, and anchors of the linear form")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[256, 1024], help="rows of logits, and anchors of the linear form"
+    )
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[49152, 151936])
-    parser.add_argument("--width", type=int, default=576, help="of the hidden states")
+    parser.add_argument("--width", type=int, default=576, help="width of the hidden states")
     parser.add_argument("--depth", type=int, default=3, help="draft depths of the linear form")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kernels", nargs="+", choices=list(DTYPES), default=list(DTYPES))
-    parser.add_argument("--csv", type=Path, default=Path("kernels_bench.csv"), help="file to append to")
-    parser.add_argument("--json", type=Path, help="file for the rows and what was left out")
+    parser.add_argument("--csv", type=Path, default=Path("kernels_bench.csv"), help="append the rows to this file")
+    parser.add_argument("--json", type=Path, help="write the rows and what was left out to this file")
     return parser.parse_args()
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    made = []
+    found = []
     for kernel in arguments.kernels:
         for vocab_size in arguments.vocab_sizes:
             for rows in arguments.rows:
                 more = (arguments.depth, arguments.width) if kernel == "linear" else ()
-                made.append(Case(kernel, rows, vocab_size, DTYPES[kernel], *more))
-    return made
+                found.append(Case(kernel, rows, vocab_size, DTYPES[kernel], *more))
+    return found
 
 
-def _row(case: Case, name: str, cost, costs: dict, machine: Rates) -> dict:
+def _row(case: Case, name: str, cost: Cost, costs: dict[str, Cost], machine: Rates) -> dict[str, Any]:
     floor_ms = max(case.floor_bytes / machine.bandwidth, case.floor_flop / machine.product) * 1e3
     return {
         "kernel": case.kernel,
@@ -93,13 +96,13 @@ def _row(case: Case, name: str, cost, costs: dict, machine: Rates) -> dict:
     }
 
 
-def print_table(rows: list[dict]) -> None:
+def print_table(rows: list[dict[str, Any]]) -> None:
     first = rows[0]
     shape = f"[{first['rows']}, {first['vocab_size']}]"
     if first["kernel"] == "linear":
         shape += f", depth {first['depth']}, width {first['width']}"
-    ways = "forward" if first["kernel"] == "highest" else "forward and backward"
-    print(f"{first['kernel']} {shape} {first['dtype']}, {ways}, {first['threads']} threads")
+    passes = "forward" if first["kernel"] == "topk" else "forward and backward"
+    print(f"{first['kernel']} {shape} {first['dtype']}, {passes}, {first['threads']} threads")
     shown = ("implementation", "median_ms", "fastest_ms", "slowest_ms", "peak_mib", "of_eager", "over_floor")
     print("  ".join(key.rjust(17 if key == "implementation" else 10) for key in shown))
     for row in sorted(rows, key=lambda row: row["median_ms"]):
@@ -107,14 +110,14 @@ def print_table(rows: list[dict]) -> None:
     print(flush=True)
 
 
-def append(path: Path, rows: list[dict]) -> None:
-    """Add rows; a file with other columns is refused."""
+def append(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Append rows; refuse a file that has other columns."""
     header = list(rows[0])
     if path.exists() and path.stat().st_size:
         with open(path, newline="") as file:
-            there = next(csv.reader(file))
-        if there != header:
-            sys.exit(f"--csv {path}: has columns {there}, expected {header}; give another file")
+            columns = next(csv.reader(file))
+        if columns != header:
+            sys.exit(f"--csv {path}: got a file with columns {columns}, expected {header}; name another file")
     with open(path, "a", newline="") as file:
         writer = csv.DictWriter(file, header)
         if not file.tell():

@@ -1,8 +1,8 @@
-"""Time and memory of one forward and backward, contestants in turns so that a machine that slows down slows all.
+"""Time and memory of one forward and backward. Implementations take turns, so that a slower machine slows all of them.
 
-Time: after a warm-up each, `repeats` rounds; median, fastest and slowest. Memory: one more run, the peak above what was
-held before it: on a GPU by torch's allocator, on a CPU the process's peak resident set (VmHWM, reset before; Linux),
-buffers of libraries and the gradient included.
+Time: median, fastest and slowest of `repeats` rounds after a warm-up. Memory: the peak of one more run above what was
+held before it. On a GPU torch's allocator reports it; on a CPU it is the peak resident set (VmHWM, reset before; Linux
+only), which includes the gradient and buffers of libraries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 class Cost(NamedTuple):
-    """Milliseconds of forward and backward, MiB above what was held; peak None where it cannot be known."""
+    """Forward and backward. The peak is above what was held before, and None if it cannot be measured."""
 
     median_ms: float
     fastest_ms: float
@@ -31,52 +31,52 @@ class Cost(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What the machine does in the same run: bytes/s of copying (read and written), FLOP/s of a product."""
+    """The machine's rates in the same run: bytes/s of a copy (reads and writes), FLOP/s of a matrix product."""
 
     bandwidth: float
     product: float
 
 
 def run_once(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> float:
-    """Seconds of forward, and of backward where something has a gradient."""
+    """Seconds of forward, and of backward if the output has a gradient."""
     tensors[0].grad = None
     _wait(tensors[0])
     started = time.perf_counter()
-    made = function(*tensors)
-    if made.requires_grad:
-        made.sum().backward()
+    output = function(*tensors)
+    if output.requires_grad:
+        output.sum().backward()
     _wait(tensors[0])
     return time.perf_counter() - started
 
 
 def compare(
-    found: dict[str, Callable[..., Tensor]], tensors: tuple[Tensor, ...], repeats: int
+    functions: dict[str, Callable[..., Tensor]], tensors: tuple[Tensor, ...], repeats: int
 ) -> tuple[dict[str, Cost], dict[str, str]]:
-    """(name -> cost, name -> error of what failed in its warm-up)."""
+    """(name -> cost; name -> its error, for those that failed in the warm-up)."""
     seconds: dict[str, list[float]] = {}
     failed = {}
-    for name, function in found.items():
+    for name, function in functions.items():
         try:
             run_once(function, tensors)
             seconds[name] = []
-        except Exception as error:  # a rival that breaks is reported, whatever it raises
+        except Exception as error:  # a baseline that breaks is reported, whatever it raises
             if name in ("triton", "cpu", "reference"):
                 raise
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     names = list(seconds)
     for turn in range(repeats):
         for name in names if turn % 2 else names[::-1]:
-            seconds[name].append(run_once(found[name], tensors))
+            seconds[name].append(run_once(functions[name], tensors))
     return {
         name: Cost(
-            statistics.median(values) * 1e3, min(values) * 1e3, max(values) * 1e3, peak_mib(found[name], tensors)
+            statistics.median(values) * 1e3, min(values) * 1e3, max(values) * 1e3, peak_mib(functions[name], tensors)
         )
         for name, values in seconds.items()
     }, failed
 
 
 def peak_mib(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> float | None:
-    """Peak of one forward and backward above what was held before, in MiB."""
+    """Peak of one forward and backward, in MiB above what was held before."""
     tensors[0].grad = None
     gc.collect()
     if tensors[0].is_cuda:
@@ -90,7 +90,7 @@ def peak_mib(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> fl
     ctypes.CDLL(None).malloc_trim(0)
     try:
         with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the peak becomes what is resident now
+            file.write("5")  # resets the peak to what is resident now
     except OSError:
         return None
     before = _status("VmRSS")

@@ -1,4 +1,4 @@
-"""Every Triton kernel and tile that ships compiles for GPUs that are not here, and keeps its values in registers."""
+"""Every Triton kernel and tile compiles ahead of time for two GPUs, and keeps its values in registers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import itertools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+AOT = Path(__file__).resolve().parents[2] / "kernels" / "tools" / "aot.py"
 
 
 @pytest.mark.e2e
 def test_every_kernel_compiles_for_sm_90_and_gfx942_without_spills(tmp_path):
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-W", "ignore", "-m", "bebop_kernels.triton_aot", "fp32", "bf16"]
+    command = [sys.executable, "-W", "ignore", str(AOT), "fp32", "bf16"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout)

@@ -1,5 +1,5 @@
-"""A vocabulary split over 2 and 3 ranks, unevenly and with an empty shard, gives what one rank gives; and the operators
-under torch.compile. The file runs itself as a script for each rank."""
+"""A vocabulary split over 2 or 3 ranks, unevenly and with an empty shard, gives the same result as one rank. Also the
+operators under torch.compile. The file runs itself as a script for each rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def inputs():
     target = torch.randn(8, 5, generator=generator)
     weight = torch.randn(40, 5, generator=generator)
     logits = torch.randn(2, 6, 40, generator=generator) * 2
-    logits[:, 1, :25] = -torch.inf  # a row that a whole shard knows nothing of
+    logits[:, 1, :25] = -torch.inf  # a row with only -inf in one whole shard
     return draft, target, weight, torch.arange(1, 3)[:, None] + torch.arange(6), logits
 
 
@@ -46,20 +46,20 @@ def one_rank(rank: int, world: int, folder: str, impl: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     group, shard = dist.group.WORLD, SHARDS[world][rank]
     results = [run(impl, group, shard, train_weight) for train_weight in (False, True)]
-    # What one rank must refuse, all refuse: none is left waiting.
+    # An input that one rank refuses is refused on all, so no rank is left waiting.
     bad = torch.zeros(2, shard[1] - shard[0])
     if rank == 0:
         bad[1, 3] = float("nan")
-    with pytest.raises(ValueError, match=r"^draft_logits: NaN"):
+    with pytest.raises(ValueError, match=r"^draft_logits: got NaN"):
         bk.tv_overlap(bad, torch.zeros_like(bad), tp_group=group, impl=impl)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
-    os._exit(0)  # a thread of gloo's that still runs may abort Python's teardown (torch 2.13)
+    os._exit(0)  # a running thread of gloo may abort Python's teardown (torch 2.13)
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_uneven_and_empty_shards_give_the_whole_result_on_every_rank(tmp_path, world, impl):
+def test_uneven_and_empty_shards_give_the_whole_result_everywhere(tmp_path, world, impl):
     environment = os.environ | {"TRITON_INTERPRET": "1" if impl == "triton" else "0", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen([sys.executable, __file__, str(rank), str(world), str(tmp_path), impl], env=environment)
@@ -85,7 +85,7 @@ def test_uneven_and_empty_shards_give_the_whole_result_on_every_rank(tmp_path, w
 def test_a_shard_without_its_group_is_refused():
     draft, target, weight, index, _ = inputs()
     weight.tensor_model_parallel = True
-    with pytest.raises(ValueError, match=r"^weight: one rank's shard of the vocabulary, expected tp_group"):
+    with pytest.raises(ValueError, match=r"^weight: got one rank's shard of the vocabulary, expected tp_group"):
         bk.linear_tv_overlap(draft, target, weight, index)
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels under its interpreter: helpers/triton_interpreted.py in a process of its own."""
+"""Runs helpers/triton_interpreted.py, the tests of the Triton kernels in its interpreter, in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.e2e  # half a minute under the interpreter
+pytestmark = pytest.mark.e2e  # half a minute in the interpreter
 INTERPRETED = Path(__file__).parents[1] / "helpers" / "triton_interpreted.py"
 
 
-def test_triton_kernels_equal_the_reference_and_the_oracle_under_the_interpreter():
+def test_triton_kernels_match_reference_and_oracle_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(INTERPRETED)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What the tests of every kernel implementation share: inputs, the comparison with the reference, and rows of -inf."""
+"""Shared by the tests of all kernel implementations: inputs, comparison with the reference, and rows of -inf."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def pair(rows, vocab, dtype=torch.float32, noise=0.5, seed=0):
 
 
 def alpha_and_grad(draft, target, impl, temperature=1.0, scale=None):
-    """Alpha and the draft's gradient of sum(scale * alpha); scale None: 1, 2, 3, ... by row."""
+    """alpha, and the draft gradient of sum(scale * alpha); scale None: 1, 2, 3, ... by row."""
     leaf = draft.detach().requires_grad_()  # no copy: strides stay
     alpha = bk.tv_overlap(leaf, target, temperature=temperature, impl=impl)
     (alpha * (torch.arange(1.0, 1 + len(alpha)) if scale is None else scale)).sum().backward()
@@ -23,7 +23,7 @@ def alpha_and_grad(draft, target, impl, temperature=1.0, scale=None):
 
 
 def assert_like_reference(impl, draft, target, temperature=1.0, scale=None, grad_atol=1e-6):
-    """Both, by `impl`; the gradient in the draft's type, finite, and within a rounding of it."""
+    """alpha and gradient by `impl`, close to the reference; the gradient is finite and in the draft's type."""
     alpha, grad = alpha_and_grad(draft, target, impl, temperature, scale)
     expected, expected_grad = alpha_and_grad(draft, target, "reference", temperature, scale)
     torch.testing.assert_close(alpha, expected, atol=1e-6, rtol=1e-5)
@@ -46,7 +46,7 @@ def assert_statistics_like_reference(impl, draft, target, temperature=1.0, toler
 
 
 class MinusInfinity:
-    """Rows, tiles and single logits of -inf; a test class sets the implementation and its tolerances."""
+    """Rows, tiles and single logits of -inf. A test class sets the implementation and its tolerances."""
 
     impl: str
     grad_atol: float
@@ -63,7 +63,7 @@ class MinusInfinity:
         assert (grad[draft == -torch.inf] == 0).all()
         assert alpha[3] > 0.9
 
-    def test_throughout_a_row_means_no_overlap_and_no_gradient(self):
+    def test_a_row_of_minus_infinity_has_zero_overlap_and_gradient(self):
         draft, target = torch.zeros(3, 4), torch.zeros(3, 4)
         draft[0] = target[1] = draft[2] = target[2] = -torch.inf
         alpha, grad = assert_like_reference(self.impl, draft, target, grad_atol=self.grad_atol)

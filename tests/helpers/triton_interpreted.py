@@ -1,7 +1,7 @@
-"""The Triton kernels under its interpreter, forward and backward, against the reference and a float64 oracle.
+"""The Triton kernels in Triton's interpreter, forward and backward, against the reference and a float64 oracle.
 
-The interpreter must be chosen before triton is imported: test_kernels_triton runs this file in a process of its own,
-with TRITON_INTERPRET=1. So does `TRITON_INTERPRET=1 pytest tests/helpers/triton_interpreted.py`.
+The interpreter must be selected before triton is imported, so test_kernels_triton runs this file in a process of its
+own, with TRITON_INTERPRET=1. To run it alone: `TRITON_INTERPRET=1 pytest tests/helpers/triton_interpreted.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from functools import partial
 
 import bebop_kernels as bk
 import kernel_cases
+import oracle
 import pytest
 import torch
-from bebop_kernels import oracle
 from kernel_cases import pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -44,9 +44,9 @@ def test_equal_rows_have_a_gradient_of_exactly_zero():
         torch.testing.assert_close(alpha, torch.ones(2))
 
 
-def test_a_common_shift_of_a_thousand_turns_no_sign():
+def test_a_common_shift_of_a_thousand_changes_no_sign():
     draft, target = pair(4, 2000, noise=1e-3)
-    # Logits that a shift leaves exact: what remains is the kernel's own rounding.
+    # The shifted logits are exact, so any difference is the rounding of the kernel.
     draft, target = ((x * 2**10).round() / 2**10 for x in (draft, target))
     grads = [alpha_and_grad(draft + shift, target + shift)[1] for shift in (0.0, 1000.0, -1000.0)]
     assert (grads[0] != 0).any()
@@ -84,10 +84,10 @@ def linear_inputs(dtype=torch.float32, anchors=9, vocab=37, width=6, noise=0.3):
 @pytest.mark.parametrize("train_weight", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_form(monkeypatch, dtype, train_weight):
-    from bebop_kernels import triton_linear
+    from bebop_kernels.linear import triton as linear_triton
 
-    monkeypatch.setattr(triton_linear, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(triton_linear, "MIN_CHUNK_ROWS", 4)  # three chunks, the last of one anchor
+    monkeypatch.setattr(linear_triton, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(linear_triton, "MIN_CHUNK_ROWS", 4)  # three chunks, the last of one anchor
     draft, target, weight, index = linear_inputs(dtype)
     results = []
     for impl in ("triton", "reference"):
@@ -104,7 +104,7 @@ def test_linear_form(monkeypatch, dtype, train_weight):
     assert (results[0][2] is None) is not train_weight
 
 
-def test_no_anchors_no_rows_and_a_batch_that_is_masked_throughout():
+def test_no_rows_no_anchors_and_a_fully_masked_batch():
     draft, target, weight, index = linear_inputs()
     empty = draft[:, :0].clone().requires_grad_()
     alpha = bk.linear_tv_overlap(empty, target, weight, index[:, :0], impl="triton")
@@ -126,7 +126,7 @@ def test_bfloat16_at_an_overlap_of_98_percent():
 
 
 def test_rows_beyond_element_two_to_the_31():
-    """A row stride of 2^30: the fourth row begins beyond a 32-bit offset. Untouched pages take no memory."""
+    """With a row stride of 2^30, the fourth row starts beyond a 32-bit offset. Untouched pages take no memory."""
     vocab, stride = 40, 2**30
     import numpy as np
 
@@ -148,7 +148,7 @@ def test_row_offsets_are_computed_in_64_bits_in_every_kernel():
     import ast
     import inspect
 
-    from bebop_kernels import triton_rows
+    from bebop_kernels._triton import rows as triton_rows
 
     for name in ("row_sums", "row_overlap", "row_gradient", "row_statistics"):
         tree = ast.parse(inspect.getsource(getattr(triton_rows, name).fn).split("\n", 1)[1])
@@ -156,8 +156,9 @@ def test_row_offsets_are_computed_in_64_bits_in_every_kernel():
 
 
 def test_the_grid_has_room_for_more_rows_than_16_bits(monkeypatch):
-    """Rows are the grid's first axis, which GPUs bound by 2^31; splits, few, are its second (2^16)."""
-    from bebop_kernels import triton_launch, triton_rows
+    """Rows are the first axis of the grid, which GPUs limit to 2^31; splits are the second (2^16)."""
+    from bebop_kernels._triton import launch
+    from bebop_kernels._triton import rows as triton_rows
 
     class Recorder:
         def __getitem__(self, grid):
@@ -171,23 +172,21 @@ def test_the_grid_has_room_for_more_rows_than_16_bits(monkeypatch):
         sums = torch.ones(70_000, 4)
         if name == "row_sums":
             monkeypatch.setattr(triton_rows, "merge_sums", Recorder())
-            triton_launch.sums(rows, rows, 1.0, None)
+            launch.sums(rows, rows, 1.0, None)
         elif name == "row_overlap":
-            triton_launch.overlap(rows, rows, None, sums, sums, 1.0, None)
+            launch.overlap(rows, rows, None, sums, sums, 1.0, None)
         else:
-            triton_launch.gradient(rows, rows, None, sums, sums, sums[:, 0], None, 1.0, rows)
+            launch.gradient(rows, rows, None, sums, sums, sums[:, 0], None, 1.0, rows)
         assert recorder.grid == (70_000, 1)
 
 
 def test_every_column_belongs_to_exactly_one_split():
-    from bebop_kernels.triton_rows import num_splits, span_of, tile_for
+    from bebop_kernels._triton.launch import grid_of
 
-    cpu = torch.device("cpu")
     for rows, vocab in itertools.product((1, 2, 3, 7, 100), (1, 5, 1000, 4096, 4097, 49152, 151936, 250880)):
-        splits, tile = num_splits(rows, vocab, cpu), tile_for(vocab)
-        span = span_of(vocab, splits)
-        assert span % tile.columns == 0
-        assert splits * span >= vocab > (splits - 1) * span
+        grid = grid_of(torch.empty(1).expand(rows, vocab))
+        assert grid.span % grid.tile.columns == 0
+        assert grid.splits * grid.span >= vocab > (grid.splits - 1) * grid.span
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -197,22 +196,24 @@ def test_nan_and_infinity_are_refused_by_name(value):
         bad[1, place] = value
         for argument, arguments in (("draft_logits", (bad, good)), ("target_logits", (good, bad))):
             for function in (bk.tv_overlap, bk.tv_statistics):
-                with pytest.raises(ValueError, match=rf"^{argument}: NaN or .inf in the logits of 1 rows"):
+                with pytest.raises(ValueError, match=rf"^{argument}: got NaN or .inf in the logits of 1 rows"):
                     function(*arguments, impl="triton")
     draft, target, weight, index = linear_inputs()
     for argument, tensor in (("draft_hidden", draft), ("target_hidden", target)):
         kept = tensor.clone()
         tensor[..., 0] = value
-        with pytest.raises(ValueError, match=rf"^{argument}: NaN"):
+        with pytest.raises(ValueError, match=rf"^{argument}: got NaN"):
             bk.linear_tv_overlap(draft, target, weight, index, impl="triton")
         tensor.copy_(kept)
-    with pytest.raises(ValueError, match=r"^target_index: values 1..11, expected rows of target_hidden in \[0, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"^target_index: got values 1..11, expected rows of target_hidden in \[0, 5\)"
+    ):
         bk.linear_tv_overlap(draft, target[:5], weight, index, impl="triton")
 
 
-def test_float64_is_refused_with_the_ways_out():
+def test_float64_is_refused_with_the_alternatives():
     rows = torch.zeros(1, 3, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"^impl='triton': takes float32.*not float64; set impl=.*'reference'"):
+    with pytest.raises(ValueError, match=r"^impl='triton': takes float32.*got float64\); set impl=.*'reference'"):
         bk.tv_overlap(rows, rows, impl="triton")
 
 
@@ -225,19 +226,19 @@ def test_error_against_float64_is_at_most_twice_the_references_own(vocab, dtype)
     assert verdict.ties < 0.01 * rows * vocab + 2, verdict
 
 
-def test_bfloat16_is_rounded_as_on_a_device_and_an_unknown_interpreter_is_left_alone(monkeypatch):
+def test_bfloat16_rounds_as_on_devices_and_unknown_interpreters_are_unchanged(monkeypatch):
     import triton
-    from bebop_kernels import triton_interpreter
+    from bebop_kernels._triton import interpreter
     from triton.runtime.interpreter import InterpreterBuilder
 
-    assert not triton_interpreter._cuts(InterpreterBuilder)  # triton_rows has seen to it
+    assert not interpreter._truncates(InterpreterBuilder)  # importing rows corrected it
 
-    class Cuts(InterpreterBuilder):
+    class Truncates(InterpreterBuilder):
         def cast_impl(self, source, wanted):
             return type(source)((source.data.view("uint32") >> 16).astype("uint16"), wanted)
 
-    monkeypatch.setattr(triton_interpreter.interpreter, "InterpreterBuilder", Cuts)
+    monkeypatch.setattr(interpreter.interpreter, "InterpreterBuilder", Truncates)
     monkeypatch.setattr(triton, "__version__", "9.9")
-    with pytest.warns(UserWarning, match=r"Triton 9\.9's interpreter cuts bfloat16"):
-        triton_interpreter.round_bfloat16()
-    assert triton_interpreter._cuts(Cuts)
+    with pytest.warns(UserWarning, match=r"interpreter of Triton 9\.9 truncates to bfloat16"):
+        interpreter.round_bfloat16()
+    assert interpreter._truncates(Truncates)

@@ -1,4 +1,4 @@
-"""What holds for every pair of distributions, every mask and every packing."""
+"""Properties that hold for every pair of distributions, every mask and every packing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tensors(pairs):
 
 @settings(max_examples=60, deadline=None)
 @given(row_pairs, st.floats(0.2, 3))
-def test_overlap_is_a_probability_symmetric_and_its_gradient_sums_to_zero(pairs, temperature):
+def test_overlap_is_a_symmetric_probability_with_gradient_summing_to_zero(pairs, temperature):
     draft, target = tensors(pairs)
     leaf = draft.clone().requires_grad_()
     alpha = bk.tv_overlap(leaf, target, temperature=temperature)
@@ -40,7 +40,7 @@ def test_overlap_is_a_probability_symmetric_and_its_gradient_sums_to_zero(pairs,
 
 @settings(max_examples=40, deadline=None)
 @given(row_pairs, st.floats(0.2, 3))
-def test_no_draft_overlaps_more_than_the_target_with_itself_and_statistics_bound_it(pairs, temperature):
+def test_statistics_obey_pinsker_and_entropies_are_not_negative(pairs, temperature):
     draft, target = tensors(pairs)
     stats = bk.tv_statistics(draft, target, temperature=temperature)
     assert (stats.target_entropy >= -1e-6).all()
@@ -51,7 +51,7 @@ def test_no_draft_overlaps_more_than_the_target_with_itself_and_statistics_bound
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=1, max_size=5))
-def test_end_to_end_loss_is_between_zero_and_one_and_never_rises_with_an_alpha(alphas):
+def test_end_to_end_loss_is_a_probability_and_falls_with_alpha(alphas):
     alpha = torch.tensor(alphas, dtype=torch.float64).requires_grad_()
     loss = e2e_tv(alpha)
     loss.sum().backward()
@@ -61,7 +61,7 @@ def test_end_to_end_loss_is_between_zero_and_one_and_never_rises_with_an_alpha(a
 
 @settings(max_examples=60, deadline=None)
 @given(documents, st.integers(1, 4))
-def test_anchors_are_where_a_whole_horizon_of_supervised_tokens_follows_in_the_document(texts, depth):
+def test_anchors_are_followed_by_a_whole_horizon_of_supervised_tokens(texts, depth):
     sequences = [([t for t, _ in text], [int(m) for _, m in text]) for text in texts]
     if not any(any(mask) for _, mask in sequences):
         return

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels against the reference and a float64 oracle, at what breaks published kernels."""
+"""The compiled CPU kernels against the reference and a float64 oracle, at inputs that break published kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from functools import partial
 
 import bebop_kernels as bk
 import kernel_cases
+import oracle
 import pytest
 import torch
-from bebop_kernels import cpu_linear, cpu_threads, dispatch, naive, oracle
+from bebop_kernels import dispatch
+from bebop_kernels._cpu import threads
+from bebop_kernels.linear import cpu as linear_cpu
+from bebop_kernels.overlap import naive
 from kernel_cases import pair
 
 CPU = torch.device("cpu")
@@ -58,7 +62,7 @@ def test_equal_rows_have_a_gradient_of_exactly_zero(dtype):
     assert (grad == 0).all()
 
 
-def test_a_common_shift_of_a_thousand_turns_no_sign():
+def test_a_common_shift_of_a_thousand_changes_nothing():
     draft, target = pair(20, 5000)
     draft, target = (draft * 8).round() / 8, (target * 8).round() / 8  # the shifted numbers are exact
     alpha, grad = alpha_and_grad(draft, target)
@@ -92,10 +96,10 @@ def test_argmax_is_the_first_maximum():
 @pytest.mark.parametrize("train_weight", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_linear_form(monkeypatch, dtype, train_weight):
-    monkeypatch.setattr(cpu_linear, "CHUNK_ELEMENTS", 64)
-    monkeypatch.setattr(cpu_linear, "MIN_CHUNK_ROWS", 12)  # 4 anchors a chunk
-    monkeypatch.setattr(cpu_threads, "BLOCK_ELEMENTS", 1000)  # 2 rows a block
-    monkeypatch.setattr(cpu_threads, "FEW_ELEMENTS", 1)
+    monkeypatch.setattr(linear_cpu, "CHUNK_ELEMENTS", 64)
+    monkeypatch.setattr(linear_cpu, "MIN_CHUNK_ROWS", 12)  # 4 anchors per chunk
+    monkeypatch.setattr(threads, "BLOCK_ELEMENTS", 1000)  # 2 rows per block
+    monkeypatch.setattr(threads, "FEW_ELEMENTS", 1)
     generator = torch.Generator().manual_seed(3)
     depths, anchors, width, vocab = 3, 9, 16, 371
     target = torch.randn(anchors + depths, width, generator=generator)
@@ -114,7 +118,7 @@ def test_linear_form(monkeypatch, dtype, train_weight):
         torch.testing.assert_close(got, expected, atol=rtol * float(expected.abs().max()), rtol=rtol)
 
 
-def test_no_rows_no_anchors_and_a_batch_that_is_masked_throughout():
+def test_no_rows_no_anchors_and_a_fully_masked_batch():
     alpha, grad = alpha_and_grad(torch.zeros(0, 7), torch.zeros(0, 7))
     assert alpha.shape == (0,) and grad.shape == (0, 7)
     assert all(f.shape == (0,) for f in bk.tv_statistics(torch.zeros(0, 7), torch.zeros(0, 7), impl="cpu")[:5])
@@ -149,18 +153,18 @@ def test_nan_and_infinity_are_refused_by_name(value, dtype):
     bad[1, 2500] = value
     for argument, logits in (("draft_logits", (bad, good)), ("target_logits", (good, bad))):
         for function in (bk.tv_overlap, bk.tv_statistics):
-            with pytest.raises(ValueError, match=rf"^{argument}: NaN or .inf in the logits of 1 rows"):
+            with pytest.raises(ValueError, match=rf"^{argument}: got NaN or .inf in the logits of 1 rows"):
                 function(*logits, impl="cpu")
     hidden = torch.zeros(2, 3, 4, dtype=dtype)
     weight, index = torch.ones(11, 4, dtype=dtype), torch.zeros(2, 3, dtype=torch.long)
     for argument in ("draft_hidden", "target_hidden"):
         tensors = {"draft_hidden": hidden.clone(), "target_hidden": hidden[0].clone()}
         tensors[argument].view(-1, 4)[0, 0] = value
-        with pytest.raises(ValueError, match=rf"^{argument}: NaN"):
+        with pytest.raises(ValueError, match=rf"^{argument}: got NaN"):
             bk.linear_tv_overlap(*tensors.values(), weight, index, impl="cpu")
 
 
-def test_float64_is_refused_with_the_way_out_and_auto_takes_the_reference():
+def test_float64_is_refused_and_auto_uses_the_reference():
     logits = torch.zeros(2, 3, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"impl='cpu': .*float64.*impl='reference'"):
         bk.tv_overlap(logits, logits, impl="cpu")
@@ -169,7 +173,7 @@ def test_float64_is_refused_with_the_way_out_and_auto_takes_the_reference():
         assert dispatch.choose("auto", kernel, CPU, (torch.bfloat16,)) == "cpu"
 
 
-def test_without_numba_the_reason_names_it_and_auto_takes_the_reference():
+def test_without_numba_cpu_is_refused_and_auto_uses_the_reference():
     code = (
         "import sys; sys.modules['numba'] = None\n"
         "import torch, bebop_kernels as bk\n"
@@ -187,8 +191,8 @@ def test_results_are_the_same_bits_on_any_number_of_threads():
     before = torch.get_num_threads()
     try:
         results = []
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
             results.append((*alpha_and_grad(draft, target), *bk.tv_statistics(draft, target, impl="cpu")[:5]))
     finally:
         torch.set_num_threads(before)
@@ -201,7 +205,7 @@ def test_blocks_cover_every_row_once_on_the_threads_torch_has(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for rows in (0, 1, 2, 7, 100):
         seen.clear()
-        cpu_threads.in_blocks(rows, 1 << 16, lambda block: seen.extend(range(block.start, block.stop)))
+        threads.in_blocks(rows, 1 << 16, lambda block: seen.extend(range(block.start, block.stop)))
         assert sorted(seen) == list(range(rows))
 
 
@@ -212,7 +216,7 @@ def test_an_error_in_a_worker_reaches_the_caller(monkeypatch):
         raise KeyError("lost")
 
     with pytest.raises(KeyError, match="lost"):
-        cpu_threads.in_blocks(8, 1 << 19, work)
+        threads.in_blocks(8, 1 << 19, work)
 
 
 def test_calls_from_many_threads_and_from_a_forked_child():
@@ -234,7 +238,7 @@ def test_torch_compile_takes_the_whole_graph():
 
 
 def one_rank(rank: int, folder: str) -> None:
-    """One of three tensor-parallel ranks with its uneven shard, the last one's empty; two of them are a group too."""
+    """One of three tensor-parallel ranks with uneven shards, the last one empty. Two of them also form a group."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
@@ -246,16 +250,16 @@ def one_rank(rank: int, folder: str) -> None:
         settings = {"temperature": 0.9, "tp_group": group, "impl": "cpu"}
         results = []
         for train in (False, True):
-            hidden, mine = draft.clone().requires_grad_(), weight[shard].clone().requires_grad_(train)
-            alpha = bk.linear_tv_overlap(hidden, target, mine, index, **settings)
+            hidden, shard_weight = draft.clone().requires_grad_(), weight[shard].clone().requires_grad_(train)
+            alpha = bk.linear_tv_overlap(hidden, target, shard_weight, index, **settings)
             alpha.sum().backward()
-            results += [alpha.detach(), hidden.grad, mine.grad]
+            results += [alpha.detach(), hidden.grad, shard_weight.grad]
         logits = (draft[0] @ weight.T)[:, shard].clone().requires_grad_()
         flat = bk.tv_overlap(logits, (target[index[0]] @ weight.T)[:, shard], **settings)
         flat.sum().backward()
         torch.save([*results, flat.detach(), logits.grad], f"{folder}/{len(edges) - 1}-{rank}.pt")
     dist.destroy_process_group()
-    os._exit(0)  # a thread of gloo's that still runs may abort Python's teardown (torch 2.13)
+    os._exit(0)  # a running thread of gloo may abort Python's teardown (torch 2.13)
 
 
 def linear_inputs():

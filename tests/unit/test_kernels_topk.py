@@ -1,57 +1,92 @@
-"""The overlap over the target's K likeliest tokens: its certificate holds, its gradient is that of what it returns."""
+"""topk against a stable sort: order, ties, zeros of both signs, infinities, NaN."""
 
 from __future__ import annotations
 
 import bebop_kernels as bk
 import pytest
 import torch
+from bebop_kernels.topk import naive
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+IMPLEMENTATIONS = ["reference", "cpu"]
+CASES = [(impl, dtype) for impl in IMPLEMENTATIONS for dtype in DTYPES] + [("reference", torch.float64)]
 
 
-def pair(rows, vocab_size, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    target = 3 * torch.randn(rows, vocab_size, generator=generator, dtype=torch.float64)
-    return (target + torch.randn(rows, vocab_size, generator=generator, dtype=torch.float64)).to(dtype), target.to(
-        dtype
-    )
+def normal(rows: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return (3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
-@pytest.mark.parametrize("k", [1, 3, 20, 200])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_whole_overlap_lies_within_the_certificate(k, temperature):
-    draft, target = pair(50, 200)
-    alpha, upper = bk.tv_overlap_topk(draft, target, k, temperature=temperature)
-    whole = bk.tv_overlap(draft, target, temperature=temperature)
-    assert (alpha <= whole + 1e-12).all() and (whole <= upper + 1e-12).all()
-    assert (upper - alpha > 1e-3).any() == (k < 200)
+def assert_as_sorted(logits: torch.Tensor, k: int, impl: str) -> None:
+    values, ids = bk.topk(logits, k, impl=impl)
+    expected_values, expected_ids = naive.topk(logits.double(), k)
+    assert torch.equal(ids, expected_ids)
+    assert values.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    assert torch.equal(values.double(), expected_values)
 
 
-def test_the_gradient_is_that_of_the_value_and_sums_to_zero():
-    draft, target = pair(40, 60)
-    leaf, plain = draft.clone().requires_grad_(), draft.clone().requires_grad_()
-    scale = torch.arange(1.0, 41.0, dtype=torch.float64)
-    (bk.tv_overlap_topk(leaf, target, 7, temperature=0.7)[0] * scale).sum().backward()
-    p, q = (target / 0.7).softmax(-1), (plain / 0.7).softmax(-1)
-    ids = p.topk(7).indices
-    (torch.minimum(p, q).gather(1, ids).sum(-1) * scale).sum().backward()
-    torch.testing.assert_close(leaf.grad, plain.grad, atol=1e-12, rtol=1e-9)
-    assert leaf.grad.sum(-1).abs().max() < 1e-12
+@pytest.mark.parametrize(("impl", "dtype"), CASES)
+@pytest.mark.parametrize(("rows", "vocab", "k"), [(3, 5, 5), (2, 700, 128), (11, 8193, 128), (9, 49152, 100)])
+def test_order_is_that_of_a_stable_sort(impl, dtype, rows, vocab, k):
+    assert_as_sorted(normal(rows, vocab, dtype), k, impl)
 
 
-def test_equal_rows_have_no_gradient_and_filtered_rows_are_finite():
-    draft, target = pair(4, 30, torch.float32)
-    draft[0] = target[0]
-    target[1, 5:] = -torch.inf
-    draft[2], target[3] = -torch.inf, -torch.inf
-    leaf = draft.clone().requires_grad_()
-    alpha, upper = bk.tv_overlap_topk(leaf, target, 10)
-    alpha.sum().backward()
-    assert (leaf.grad[0] == 0).all() and leaf.grad.isfinite().all()
-    assert alpha[2:].tolist() == upper[2:].tolist() == [0, 0]
-    assert float((upper - alpha.detach())[1]) < 1e-6
+@pytest.mark.parametrize(("impl", "dtype"), CASES)
+def test_equal_logits_are_ordered_by_lowest_id(impl, dtype):
+    logits = normal(4, 9000, dtype)
+    for tied in (logits.round(), logits.sign(), logits * 0, -logits.abs() * 0):
+        assert_as_sorted(tied, 128, impl)
 
 
-def test_no_rows_and_a_k_outside_the_vocabulary():
-    assert bk.tv_overlap_topk(torch.empty(0, 5), torch.empty(0, 5), 2)[0].shape == (0,)
-    for k in (0, 6, 1.5, True):
-        with pytest.raises(ValueError, match="expected an integer in"):
-            bk.tv_overlap_topk(torch.zeros(2, 5), torch.zeros(2, 5), k)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_high_logits_in_neighbouring_chunks_are_sorted(impl):
+    """They fill whole chunks, so far more than k elements reach the bound from the chunk maxima."""
+    logits = normal(2, 30_000, torch.float32)
+    logits[0, 500:4000] += 100
+    logits[1, -2000:] += 100
+    assert_as_sorted(logits, 128, impl)
+
+
+@pytest.mark.parametrize(("impl", "dtype"), CASES)
+def test_rows_with_infinities_and_only_negative_logits(impl, dtype):
+    logits = -normal(5, 9000, dtype).abs() - 1
+    logits[0, 7::3] = -torch.inf
+    logits[1] = -torch.inf
+    logits[2, 8000] = torch.inf
+    logits[3, :8900] = -torch.inf  # fewer than k finite logits
+    assert_as_sorted(logits, 128, impl)
+
+
+@pytest.mark.parametrize(("impl", "dtype"), CASES)
+@pytest.mark.parametrize("vocab", [300, 9000])
+def test_nan_is_first_in_its_row_and_nowhere_else(impl, dtype, vocab):
+    logits = normal(3, vocab, dtype)
+    logits[0, 200] = torch.nan
+    logits[2, 100] = -torch.tensor(torch.nan, dtype=dtype)  # a NaN may carry a sign
+    values, _ = bk.topk(logits, 128, impl=impl)
+    assert values[:, 0].isnan().tolist() == [True, False, True]
+    assert_as_sorted(logits[1:2], 128, impl)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_strided_views_and_empty_inputs(impl):
+    wide = normal(6, 18_000, torch.bfloat16)
+    assert_as_sorted(wide[:, ::2], 100, impl)
+    assert_as_sorted(wide.T[:9000].T[1:4], 100, impl)
+    values, ids = bk.topk(wide[:0], 100, impl=impl)
+    assert values.shape == ids.shape == (0, 100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(2, 4), 5), r"k: got 5, expected an integer in \[1, V = 4\]"),
+        ((torch.zeros(2, 4), 0), "k: got 0"),
+        ((torch.zeros(4), 2), r"logits: got shape \[4\], expected \[N, V\]"),
+        ((torch.zeros(2, 4).long(), 2), "logits: got dtype torch.int64"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        bk.topk(*arguments)
+    with pytest.raises(ValueError, match=r"triton.*GPU"):
+        bk.topk(torch.zeros(2, 4), 2, impl="triton")

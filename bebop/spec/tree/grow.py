@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from bebop_kernels import highest
+from bebop_kernels import topk
 from torch import Tensor
 
 from bebop.errors import BadInput
@@ -267,7 +267,7 @@ def grow_tree(
 
 def _support(logits: Tensor, valid: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The highest logits and their ids, [B, W, S], by (logit, then lowest id); all 0 where not valid."""
-    values, ids = highest(logits.flatten(0, 1), min(size, logits.shape[-1]))
+    values, ids = topk(logits.flatten(0, 1), min(size, logits.shape[-1]))
     values, ids = values.unflatten(0, valid.shape), ids.unflatten(0, valid.shape)
     values = torch.where(valid.unsqueeze(-1), values, 0.0)
     bad = ~torch.isfinite(values[..., 0])  # NaN comes first
