@@ -1,7 +1,7 @@
-"""bench kernels: bebop_kernels against its rivals, by kernels/bench in a process of its own.
+"""bench kernels: compare bebop_kernels with baselines, by running kernels/bench in a process of its own.
 
-A fresh process, so that peak memory is the kernels' and torch.compile starts from nothing. Its rows go to bench.csv,
-shapes come from `bench.kernels`.
+In a fresh process, peak memory is that of the kernels, and torch.compile starts cold. The rows go to bench.csv; the
+shapes are those in `bench.kernels`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).resolve().parent.parent.parent / "kernels" / "bench"
 def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
     """Measure, print tables, append to bench.csv and write summary.json in run_dir; returns the summary.
 
-    summary.json: `rows`, one per case and implementation, and `left_out`, why a rival did not run.
+    summary.json: `rows`, one per case and implementation, and `left_out`, why a baseline did not run.
     """
     section, rows = config.bench.kernels, run_dir / "bench.json"
     words: list[object] = [sys.executable, SCRIPT, "--repeats", config.bench.repeats, "--csv", run_dir / "bench.csv"]
