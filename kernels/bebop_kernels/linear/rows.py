@@ -52,6 +52,7 @@ def sweep_rows(row_function: RowFunction, inputs: Inputs, scale: Tensor | None, 
                 grad = grad.div_(temperature) if scale is None else grad.mul_(scale[k, anchors, None] / temperature)
                 grad = grad.to(weight.dtype)
             use((k, anchors), value, alpha, grad)
+            del draft, grad  # [C, V] buffers, freed before the next depth makes its own
 
 
 class _LinearRows(torch.autograd.Function):
