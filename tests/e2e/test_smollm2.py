@@ -11,7 +11,7 @@ from bebop.backbone import load_backbone
 from bebop.config import Model
 from bebop.data.tokenizer import encode_prompt, load_tokenizer
 from bebop.policies import prepare_policy
-from bebop.policies.mapped import _smollm2_file, load_smollm2
+from bebop.policies.smollm2 import find_smollm2, load_smollm2
 from bebop.records import Prompt
 
 TEXTS = (
@@ -24,7 +24,7 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def original():
-    return load_smollm2(_smollm2_file())
+    return load_smollm2(find_smollm2())
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Hugging Face directories as policies: those of a known family as they stand, Llama-shaped ones in the MiMo layout."""
+"""Hugging Face directories as policies: what has heads as it stands, everything else as a copy with fresh ones."""
 
 from __future__ import annotations
 
@@ -7,16 +7,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from bebop.backbone import load_backbone
 from bebop.config import Model
 from bebop.data.tokenizer import load_tokenizer
 from bebop.engines.torch_engine.model import Policy
-from bebop.mtp import init_heads, load_heads
+from bebop.mtp import init_heads, known_family, load_heads
 from bebop.mtp.checkpoint import INDEX, Tensors
 from bebop.policies import prepare_policy, random_checkpoint
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+OWN_CLASS = [
+    ("llama", {"rope_theta": 5000.0, "rms_norm_eps": 1e-5}),
+    ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("mistral", {"sliding_window": None}),
+    ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    ("qwen3_moe", {"head_dim": 16, **EXPERTS}),
+]
+MIMO_LAYOUT = [("qwen2", {}), ("qwen2", {"tie_word_embeddings": True}), ("qwen3", {"head_dim": 8})]
 
 
 @pytest.fixture
@@ -25,17 +36,40 @@ def home(tmp_path, monkeypatch) -> Path:
     return tmp_path / "home"
 
 
-def save(tmp_path, kind: str, **values) -> tuple[Path, object]:
-    """A random model of transformers in several shards, with the tiny policy's tokenizer."""
+@torch.no_grad()
+def save(folder: Path, kind: str, shard: str = "40KB", **values) -> tuple[Path, object]:
+    """A random model of transformers, in several shards, with the tiny policy's tokenizer and a file of its own."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    tokenizer = load_tokenizer(random_checkpoint(tmp_path / "tok", mtp=False))
+    tokenizer = load_tokenizer(random_checkpoint(folder / "tok", mtp=False))
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), intermediate_size=48, **SHAPE, **values)
     model = AutoModelForCausalLM.from_config(config).eval()
-    model.save_pretrained(tmp_path / kind, max_shard_size="40KB")
-    tokenizer.save_pretrained(tmp_path / kind)
-    return tmp_path / kind, model
+    for parameter in model.parameters():  # biases and norms too
+        parameter.add_(0.05 * torch.randn_like(parameter))
+    source = folder / kind
+    model.save_pretrained(source, max_shard_size=shard)
+    tokenizer.save_pretrained(source)
+    (source / "LICENSE").write_text("mine\n")
+    return source, model
+
+
+def prepared(source: Path, **values) -> Path:
+    return prepare_policy(Model(name="hf", path=source, dtype="float32"), 0, **values)
+
+
+def config_of(directory: Path) -> dict:
+    return json.loads((directory / "config.json").read_text())
+
+
+def change(directory: Path, **values) -> None:
+    (directory / "config.json").write_text(json.dumps(config_of(directory) | values))
+
+
+@torch.no_grad()
+def logits_differ(directory: Path, model, length: int = 40) -> float:
+    ids = torch.randint(0, 300, (1, length), generator=torch.Generator().manual_seed(0))
+    return float((load_backbone(directory, dtype=torch.float32).model(ids).logits - model(ids).logits).abs().max())
 
 
 @pytest.mark.parametrize("kind", ["mimo", "qwen3_5_text", "glm4_moe"])
@@ -62,33 +96,173 @@ def test_a_published_mimo_is_read_as_the_layout_without_its_own_code(tmp_path):
     assert expected.keys() == got.keys() and all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize(("kind", "values"), [("llama", {}), ("mistral", {"sliding_window": None})])
-def test_a_sharded_llama_shaped_model_maps_shard_by_shard_with_equal_logits(tmp_path, home, kind, values):
+@pytest.mark.parametrize(("kind", "values"), [*OWN_CLASS, *MIMO_LAYOUT])
+def test_a_policy_keeps_its_type_config_files_and_logits(tmp_path, home, kind, values):
     source, model = save(tmp_path, kind, **values)
-    made = prepare_policy(Model(name="hf", path=source, dtype="float32"), 0)
+    made = prepared(source)
     before, after = Tensors(source), Tensors(made)
     assert (made / INDEX).exists() and len(set(before.files.values())) > 2
-    for name, tensor in before.items():
-        assert after.files[name] == before.files[name] and torch.equal(after[name], tensor), name
-    extra = set(after) - set(before)
-    assert {n for n in extra if not n.startswith("model.mtp_layers.")} == {
-        f"model.layers.{i}.self_attn.{p}_proj.bias" for i in range(2) for p in "qkv"
-    }
-    ids = torch.randint(0, 300, (1, 40), generator=torch.Generator().manual_seed(0))
-    assert (load_backbone(made, dtype=torch.float32).model(ids).logits - model(ids).logits).abs().max() < 1e-5
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert ("lm_head.weight" in after) != bool(values.get("tie_word_embeddings"))
+    for file in source.iterdir():
+        if file.suffix != ".safetensors" and file.name not in ("config.json", INDEX):
+            assert (made / file.name).read_bytes() == file.read_bytes(), file.name
+    theirs, ours = config_of(source), config_of(made)
+    changed = {"architectures", "qk_norm", "torch_dtype", "dtype", "num_nextn_predict_layers", "tie_word_embeddings"}
+    assert {key for key in theirs | ours if theirs.get(key) != ours.get(key)} <= changed
+    assert ours["num_nextn_predict_layers"] == 1
+    assert logits_differ(made, model) < 1e-5
+    assert prepared(made) == made
+
+
+@pytest.mark.parametrize(("kind", "values"), OWN_CLASS)
+def test_what_vllm_cannot_serve_by_itself_gets_heads_of_its_own_class(tmp_path, home, kind, values):
+    source, _ = save(tmp_path, kind, **values)
+    made = prepared(source)
+    assert known_family(config_of(made)).name == "decoder"
+    assert config_of(made)["architectures"] == config_of(source)["architectures"]
+    extra = set(Tensors(made)) - set(Tensors(source))
+    assert {"mtp.fc.weight", "mtp.norm.weight"} < extra and all(name.startswith("mtp.") for name in extra)
     expected = init_heads(made, "last_layer").state_dict()
     assert all(torch.equal(t, expected[n]) for n, t in load_heads(made).state_dict().items())
-    assert json.loads((made / "config.json").read_text())["architectures"] == ["MiMoForCausalLM"]
 
 
-def test_what_the_layout_cannot_hold_is_refused_by_its_key(tmp_path, home):
-    for kind, values, message in (
-        ("mistral", {"sliding_window": 64}, "sliding_window=64"),
-        ("llama", {"mlp_bias": True}, "mlp_bias=true"),
-        ("llama", {"head_dim": 16}, "head_dim=16"),
-        ("qwen3", {"head_dim": 8}, "model_type qwen3 .*expected model_type qwen2"),
-    ):
-        source, _ = save(tmp_path / f"{kind}-{next(iter(values))}", kind, **values)
-        with pytest.raises(ValueError, match=message) as error:
-            prepare_policy(Model(name="hf", path=source), 0)
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize(("kind", "values"), MIMO_LAYOUT)
+def test_what_a_stock_vllm_serves_exactly_takes_the_mimo_layout(tmp_path, home, kind, values):
+    source, _ = save(tmp_path, kind, **values)
+    made = prepared(source)
+    assert known_family(config_of(made)).name == "mimo" and config_of(made)["architectures"] == ["MiMoForCausalLM"]
+    after = Tensors(made)
+    layers = [f"model.layers.{i}" for i in range(2)] + ["model.mtp_layers.0"]
+    added = set(after) - set(Tensors(source))
+    biases = {f"{layer}.self_attn.{part}_proj.bias" for layer in layers for part in "qkv"}
+    norms = {f"{layer}.self_attn.{part}_norm.weight" for layer in layers for part in "qk"}
+    assert biases <= set(after)
+    if kind == "qwen3":
+        assert config_of(made)["qk_norm"] is True and norms <= set(after)
+        assert not any(after[name].any() for name in biases)
+    assert {name for name in added if not name.startswith("model.mtp_layers.")} <= biases
+    expected = init_heads(made, "last_layer").state_dict()
+    assert all(torch.equal(t, expected[n]) for n, t in load_heads(made).state_dict().items())
+
+
+def test_weights_are_written_in_the_chosen_type(tmp_path, home):
+    source, _ = save(tmp_path, "llama")
+    made = prepare_policy(Model(name="hf", path=source, dtype="bfloat16"), 0)
+    assert {tensor.dtype for tensor in Tensors(made).values()} == {torch.bfloat16}
+    assert config_of(made)["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"), [("mistral", {"sliding_window": 64}), ("qwen2", {"use_sliding_window": True, "sliding_window": 64})]
+)
+def test_a_window_that_works_is_refused_and_one_that_cannot_is_left_out(tmp_path, home, caplog, kind, values):
+    source, model = save(tmp_path, kind, **values, max_window_layers=0)
+    for length in (None, 65):
+        with pytest.raises(ValueError, match=r"sliding_window=64.*rollout\.max_model_len"):
+            prepared(source, max_model_len=length)
+    made = prepared(source, max_model_len=64)
+    assert "sliding window of 64 tokens" in caplog.text
+    config = config_of(made)
+    assert config["sliding_window"] is None and not config.get("use_sliding_window")
+    assert config["max_position_embeddings"] == 64
+    assert logits_differ(made, model, length=64) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("qwen3", {"attention_bias": True}, "attention_bias=true"),
+        ("qwen3_moe", {"attention_bias": True, **EXPERTS}, "attention_bias=true"),
+        ("qwen2", {"head_dim": 16}, "head_dim=16"),
+    ],
+)
+def test_what_vllm_computes_otherwise_is_refused_by_its_key(tmp_path, home, kind, values, message):
+    source, _ = save(tmp_path, kind, **values)
+    with pytest.raises(ValueError, match=message) as error:
+        prepared(source)
+    assert "\n" not in str(error.value)
+
+
+def _quantised(source: Path) -> None:
+    change(source, quantization_config={"quant_method": "fp8"})
+
+
+def _float8(source: Path) -> None:
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, source / "model.safetensors", {"format": "pt"})
+
+
+def _two_saves(source: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    (source / INDEX).write_text(json.dumps(index))
+
+
+def _falsely_tied(source: Path) -> None:
+    change(source, tie_word_embeddings=True)
+
+
+def _small(source: Path) -> None:
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][-1], "id": 100_000, "content": "<far>"})
+    tokenizer["model"]["vocab"]["<far>"] = 100_000
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def _no_tokenizer(source: Path) -> None:
+    for file in source.glob("*token*"):
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (_quantised, r"quantization_config \(fp8\)"),
+        (_float8, "up_proj.weight is float8_e4m3fn"),
+        (_two_saves, "both model.safetensors and model.safetensors.index.json"),
+        (_falsely_tied, "tie_word_embeddings=true, but lm_head.weight differs"),
+        (_small, "ids up to 100000"),
+        (_no_tokenizer, "no tokenizer"),
+    ],
+)
+def test_a_directory_that_its_readers_take_for_different_models_is_refused(tmp_path, home, harm, message):
+    source, _ = save(tmp_path, "llama", shard="1GB")
+    harm(source)
+    with pytest.raises(ValueError, match=message) as error:
+        prepared(source)
+    assert "\n" not in str(error.value) and str(source) in str(error.value)
+
+
+def test_a_tied_copy_of_the_embeddings_is_left_out(tmp_path, home):
+    source, model = save(tmp_path, "llama", shard="1GB", tie_word_embeddings=True)
+    tensors = load_file(source / "model.safetensors")
+    copy = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tensors | copy, source / "model.safetensors", {"format": "pt"})
+    made = prepared(source)
+    assert "lm_head.weight" not in Tensors(made)
+    assert logits_differ(made, model) < 1e-5
+
+
+def test_policies_of_earlier_versions_load_with_and_without_remote_code(tmp_path, home):
+    """They were Llamas under model_type qwen2 whose tokenizer had an empty auto_map."""
+    from transformers import AutoTokenizer
+
+    source = random_checkpoint(tmp_path / "old")
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    path = source / "tokenizer_config.json"
+    empty = {"tokenizer_class": "TokenizersBackend", "auto_map": {"AutoTokenizer": [None, None]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | empty))
+    text = "Now 12 +  3\n\n x"
+    expected = load_tokenizer(source).encode(text)
+    assert expected != load_tokenizer(random_checkpoint(tmp_path / "new")).encode(text)
+
+    made = prepared(source)
+    assert made != source and made == prepared(source)
+    for trusted in (True, False):
+        assert AutoTokenizer.from_pretrained(made, trust_remote_code=trusted).encode(text) == expected
+    assert all(torch.equal(Tensors(made)[name], tensor) for name, tensor in Tensors(source).items())
+    assert load_heads(made) is not None and load_backbone(made, dtype=torch.float32) is not None
+    assert prepared(made) == made
