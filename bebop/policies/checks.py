@@ -102,9 +102,7 @@ def check_shape(source: Path, config: Any) -> None:
     """Raises BadInput on what transformers' class of the policy computes and vLLM's does not. config: transformers'."""
     kind = config.model_type
     if kind in ("qwen3", "qwen3_moe") and getattr(config, "attention_bias", False):
-        raise BadInput(
-            f"model.path={source}: attention_bias=true: vLLM's {kind} has no bias in o_proj; expected false"
-        )
+        raise BadInput(f"model.path={source}: attention_bias=true: vLLM's {kind} has no bias in o_proj; expected false")
     width = config.hidden_size // config.num_attention_heads
     if kind == "qwen2" and (getattr(config, "head_dim", None) or width) != width:
         raise BadInput(

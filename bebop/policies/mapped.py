@@ -79,9 +79,7 @@ def with_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return whole
 
 
-def _map(
-    source: Path, raw: dict[str, Any], config: Any, model: Model, seed: int, directory: Path, origin: str
-) -> None:
+def _map(source: Path, raw: dict[str, Any], config: Any, model: Model, seed: int, directory: Path, origin: str) -> None:
     """Write the copy of `source` with fresh heads. raw: its config.json; config: transformers' reading of it; origin:
     what to call the source."""
     from bebop.mtp import head_state, init_heads, write_checkpoint

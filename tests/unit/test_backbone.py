@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from bebop.backbone import load_backbone
 from bebop.config import Model, TinyModel
-from bebop.data.tokenizer import load_tokenizer
 from bebop.mtp import init_heads, load_heads
 from bebop.policies import prepare_policy, random_checkpoint
 from bebop.store.files import cached
@@ -164,7 +163,10 @@ def test_plain_qwen2_directory_gets_an_mtp_layer_and_keeps_its_tensors(tmp_path,
         (None, "no config.json"),
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "gpt2.*expected a causal"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "expected a causal"),
-        ({"model_type": "llava", "architectures": ["Llava"], "text_config": {"model_type": "llama"}}, "llava.*expected"),
+        (
+            {"model_type": "llava", "architectures": ["Llava"], "text_config": {"model_type": "llama"}},
+            "llava.*expected",
+        ),
         ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "sliding"),
     ],
 )

@@ -157,7 +157,8 @@ def test_weights_are_written_in_the_chosen_type(tmp_path, home):
 
 
 @pytest.mark.parametrize(
-    ("kind", "values"), [("mistral", {"sliding_window": 64}), ("qwen2", {"use_sliding_window": True, "sliding_window": 64})]
+    ("kind", "values"),
+    [("mistral", {"sliding_window": 64}), ("qwen2", {"use_sliding_window": True, "sliding_window": 64})],
 )
 def test_a_window_that_works_is_refused_and_one_that_cannot_is_left_out(tmp_path, home, caplog, kind, values):
     source, model = save(tmp_path, kind, **values, max_window_layers=0)
