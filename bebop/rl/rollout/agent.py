@@ -11,6 +11,7 @@ With `rollout.agent.num_workers=1` the one worker runs on an event loop inside t
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,9 +20,11 @@ from typing import Any
 import ray
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient, LLMServerManager
 from verl.workers.rollout.replica import TokenOutput
 
+log = logging.getLogger(__name__)
 SUMMED = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps")
 PER_DEPTH = "spec_accepted_per_depth"
 SEGMENTS = "segments"
@@ -103,8 +106,7 @@ class AgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._errors: list[str] = []
-        if self.tokenizer.convert_tokens_to_ids("<|im_end|>") == self.tokenizer.unk_token_id:
-            self.hf_model_type = None  # a qwen2 policy without Qwen's chat tokens: verl's generic token builder
+        self.hf_model_type = type_of_builder(self.tokenizer, self.hf_model_type, self.processor)
 
     async def _run_agent_loop(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -157,6 +159,21 @@ class AgentLoopManager(AgentLoopManagerTQ):
             return self.here.call("pop_errors")
         answers = ray.get([worker.pop_errors.remote() for worker in self.agent_loop_workers], timeout=10)
         return [error for errors in answers for error in errors]
+
+
+def type_of_builder(tokenizer: Any, model_type: str | None, processor: Any = None) -> str | None:
+    """The model type for which verl can build prompts with this tokenizer: the policy's own, or None, verl's generic.
+
+    verl 0.9.1 takes a builder by the model type alone, and Qwen's, GLM's and others refuse a tokenizer without the
+    marks of their own chats, which a policy of that type need not use.
+    """
+    try:
+        builder = create_continuous_token_builder(tokenizer, hf_model_type=model_type, processor=processor)
+    except ValueError as error:
+        log.warning("verl's token builder for model_type %s: %s; its generic one is used", model_type, error)
+        return None
+    unknown, marks = tokenizer.unk_token_id, [mark for name, mark in vars(builder).items() if name.endswith("_id")]
+    return None if unknown is not None and unknown in marks else model_type
 
 
 class LocalWorker:
