@@ -17,6 +17,7 @@ from bebop.data.tokenizer import encode_prompt, load_tokenizer
 from bebop.policies import prepare_policy, random_checkpoint
 from bebop.records import Prompt
 
+pytestmark = pytest.mark.usefixtures("verl_on_a_cpu")
 CORPUS = [
     "State the answer to 12 + 345 = 357.\n",
     "Now  it's the first step; don't stop.\n",

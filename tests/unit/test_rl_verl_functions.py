@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-
-@pytest.fixture(scope="module", autouse=True)
-def verl_on_a_cpu():
-    """verl reads its platform once, when it is first imported."""
-    for name, value in {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "BEBOP_RL": "1"}.items():
-        os.environ.setdefault(name, value)
-    from bebop.rl.verl import plugin
-
-    plugin.register()
+pytestmark = pytest.mark.usefixtures("verl_on_a_cpu")
 
 
 def test_group_advantages_are_zero_without_spread_and_normalised_with_it():
