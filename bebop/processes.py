@@ -96,7 +96,7 @@ def leave(code: int) -> None:
     multiprocessing's own clean-up is run, since semaphores that it would delete, such as tqdm's lock, are reported.
     """
     with contextlib.suppress(Exception):
-        multiprocessing.util._run_finalizers(0)
+        multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Watches a run: its records, and what follows from them. Reads records only, so a finished run can be replayed."""
+"""Statistics of a run's records, and the decision on online updates. A finished run can be analysed again."""
 
 from bebop.errors import LoggerError
 from bebop.monitor.decision import Decision, MonitorState, decide

@@ -1,9 +1,9 @@
 """Should the heads be updated online? (Bebop, sections on the entropy-acceptance slope and on online updates.)
 
-Yes where a mismatch is significant and costs at least the acceptance length that an update must pay for, or where the
-policy's entropy has left the range that the pre-RL data covered: outside it, heads trained on that data depend on
-entropy again. No where the loss is smaller than that, or not significant although the data would have shown it.
-Undetermined, never no, where the data can't tell: too few steps, constant entropy, an interval too wide.
+Yes, if the mismatch is significant and costs at least `min_mismatch`, the acceptance length that an update must pay
+for; also if the policy's entropy has left the range of the pre-RL data, where the heads were not trained.
+No, if the loss is smaller, or not significant although the data would have shown it.
+Undetermined, never no, if the data can't tell: too few steps, constant entropy, an interval that is too wide.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from bebop.records import DraftCounts, StepRecord
 
 @dataclass(frozen=True)
 class MonitorState:
-    """What a decision is made from.
+    """The input of a decision.
 
     history: the run's steps in order.
-    entropy_range: smallest and largest entropy (nats) of the pre-RL data, averaged as StepRecord.entropy_nats is: means
-        over many tokens, not single tokens; None: not known, then the range is not judged.
-    early_steps: steps that the decomposition's line is fitted on.
+    entropy_range: smallest and largest entropy (nats) of the pre-RL data, as means over many tokens, like
+        StepRecord.entropy_nats. None: not known; then the range plays no part.
+    early_steps: steps on which the decomposition's line is fitted.
     min_steps: fewest steps for a decision.
-    min_mismatch: acceptance length that a mismatch must cost before an update pays.
+    min_mismatch: acceptance length that a mismatch must cost before an update is worth it.
     """
 
     history: Sequence[StepRecord]
@@ -40,7 +40,7 @@ class MonitorState:
 
 @dataclass(frozen=True)
 class Decision:
-    """update: True, False, or None for "undetermined"; reason: one sentence; evidence: the numbers it rests on."""
+    """update: True, False, or None for "undetermined"; reason: one sentence; evidence: the numbers behind it."""
 
     update: bool | None
     reason: str
@@ -53,7 +53,7 @@ class Decision:
 
 
 def decide(state: MonitorState) -> Decision:
-    """Decide on online updates of the heads. Raises ValueError for an entropy_range that is no range."""
+    """Decide on online updates of the heads. Raises BadInput if entropy_range is not a range."""
     _check_range(state.entropy_range)
     steps = current(state.history)
     evidence: dict[str, Any] = {"steps_in_run": len(state.history), "steps_used": len(steps)}
@@ -63,9 +63,7 @@ def decide(state: MonitorState) -> Decision:
     entropy = float(np.mean([step.entropy_nats for step in recent]))
     slope = slope_of(steps)
     evidence |= {
-        "num_speculative_tokens": steps[-1].num_speculative_tokens,
-        "acceptance_rule": steps[-1].acceptance_rule,
-        "temperature": steps[-1].temperature,
+        **asdict(steps[-1].definition),
         "counts": asdict(sum((step.counts for step in steps), DraftCounts())),
         "slope": slope.slope,
         "slope_low": slope.low,
@@ -89,8 +87,8 @@ def decide(state: MonitorState) -> Decision:
         return Decision(True, reason, evidence)
     if steps[-1].counts.mixed_lengths:
         reason = (
-            f"undetermined: drafts of mixed lengths ({steps[-1].acceptance_rule}): the acceptance length follows the "
-            "batch; rollout.draft_schedule=null draws on one length"
+            f"undetermined: drafts of mixed lengths ({steps[-1].definition.acceptance_rule}): the acceptance length "
+            "depends on the batch size; rollout.draft_schedule=null drafts with one length"
         )
         return Decision(None, reason, evidence)
     if slope.status != "ok":
@@ -108,7 +106,7 @@ def _by_mismatch(state: MonitorState, evidence: dict[str, Any], fewest: int, num
         "early_slope_low": parts.early.low,
         "early_slope_high": parts.early.high,
     }
-    if parts.recent is None:
+    if parts.recent is None or parts.recent_steps is None:
         return Decision(None, f"undetermined: early phase: {parts.early.reason}", evidence)
     mismatch, limit = parts.recent, -state.min_mismatch
     evidence |= {"mismatch": mismatch.value, "mismatch_low": mismatch.low, "mismatch_high": mismatch.high}
@@ -116,21 +114,22 @@ def _by_mismatch(state: MonitorState, evidence: dict[str, Any], fewest: int, num
     first, last = parts.recent_steps
     said = f"mismatch over steps {first} to {last} is {interval} tokens per target forward"
     if mismatch.high < 0 and mismatch.value <= limit:
-        reason = f"{said}: significant, and at least the {state.min_mismatch:g} that an update must pay for"
+        reason = f"{said}: significant, and at least {state.min_mismatch:g}, the loss from which an update pays"
         return Decision(True, reason, evidence)
     if mismatch.high < 0 or mismatch.low > limit:
-        reason = f"{said}: a smaller loss than the {state.min_mismatch:g} that an update must pay for"
+        reason = f"{said}: a smaller loss than {state.min_mismatch:g}, from which an update pays"
         return Decision(False, reason, evidence)
-    resolved = (mismatch.high - mismatch.low) / 2  # the least mismatch that would have shown as significant
+    resolved = (mismatch.high - mismatch.low) / 2  # the smallest mismatch that would be significant
     if resolved <= state.min_mismatch:
-        reason = f"{said}: not significant, where a loss of {state.min_mismatch:g} would have been"
+        reason = f"{said}: not significant, and a loss of {state.min_mismatch:g} would be"
         return Decision(False, reason, evidence)
     reason = (
-        f"undetermined: {said}; its interval is too wide to see a loss of {state.min_mismatch:g}, more steps narrow it"
+        f"undetermined: {said}: too uncertain to see a loss of {state.min_mismatch:g}, from which an update pays; "
+        "more steps narrow the interval"
     )
     return Decision(None, reason, evidence)
 
 
 def _check_range(entropy_range: tuple[float, float] | None) -> None:
     if entropy_range is not None and not (len(entropy_range) == 2 and 0 <= entropy_range[0] <= entropy_range[1]):
-        raise BadInput(f"entropy_range: {entropy_range!r} came, expected two entropies in nats, smallest first")
+        raise BadInput(f"entropy_range: got {entropy_range!r}, expected two entropies in nats, smallest first")

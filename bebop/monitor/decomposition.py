@@ -1,11 +1,11 @@
-"""What changes the acceptance length over an RL run: the policy's entropy, or heads that fit the policy no longer.
+"""Why the acceptance length changes over an RL run: other entropy of the policy, or heads that no longer fit it.
 
     AL_t - AL_0 = d_entropy + d_mismatch,   d_entropy = b (H_t - H_0),   d_mismatch = the rest
 
 b and AL_0 = a + b H_0 come from a line fitted on the run's early phase, so d_mismatch is a regression residual,
-AL_t - (a + b H_t), and carries the line's own uncertainty. Steps compare only where acceptance means the same: one
-draft length, one rule, one temperature. The accepted share falls with the draft length alone, so slopes are not pooled
-over it.
+AL_t - (a + b H_t), and its interval contains the line's own uncertainty. Steps are compared only if acceptance means
+the same in them: one draft length, one rule, one temperature. Slopes are not pooled over draft lengths, because the
+accepted share falls with the draft length even if nothing else changes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bebop.errors import BadInput
-from bebop.monitor.slope import MIN_POINTS, Slope, fit_slope
-from bebop.records import StepRecord
+from bebop.monitor.slope import MIN_POINTS, Fit, Slope, fit_slope
+from bebop.records import DraftCounts, StepRecord
 
 EARLY_STEPS = 20
 MIN_RECENT = 5
@@ -34,6 +34,17 @@ class Definition:
 
     def __str__(self) -> str:
         return f"k={self.num_speculative_tokens}, {self.acceptance_rule}, T={self.temperature:g}"
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A step that drafted and has a finite entropy: what the statistics need of it."""
+
+    step: int
+    entropy_nats: float
+    acceptance_length: float
+    counts: DraftCounts
+    definition: Definition
 
 
 @dataclass(frozen=True)
@@ -57,52 +68,49 @@ class Part:
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Parts per step, and the mean mismatch over the recent steps. parts is empty and recent None without a slope."""
+    """Parts per step, and the mean mismatch over the recent steps. Without a slope, parts is empty and recent None."""
 
     definition: Definition | None
     early: Slope
     early_steps: tuple[int, int] | None  # first and last step that the line was fitted on
-    parts: tuple[Part, ...]
-    recent: Estimate | None
-    recent_steps: tuple[int, int] | None
+    parts: tuple[Part, ...] = ()
+    recent: Estimate | None = None
+    recent_steps: tuple[int, int] | None = None
 
 
-def observed(history: Sequence[StepRecord]) -> list[StepRecord]:
-    """Steps that drafted and have a finite entropy; the others carry no information on acceptance."""
-    return [
-        s
-        for s in history
-        if s.acceptance_length is not None and s.entropy_nats is not None and math.isfinite(s.entropy_nats)
-    ]
+def drafted(history: Sequence[StepRecord]) -> list[Drafted]:
+    """Steps that drafted and have a finite entropy; the others say nothing about acceptance."""
+    found = []
+    for s in history:
+        length, entropy = s.acceptance_length, s.entropy_nats
+        if s.counts is not None and length is not None and entropy is not None and math.isfinite(entropy):
+            definition = Definition(s.num_speculative_tokens, s.acceptance_rule, float(s.temperature))
+            found.append(Drafted(s.step, entropy, length, s.counts, definition))
+    return found
 
 
-def definition_of(step: StepRecord) -> Definition:
-    """The definition of acceptance under which a step was run."""
-    return Definition(step.num_speculative_tokens, step.acceptance_rule, float(step.temperature))
-
-
-def split_by_definition(history: Sequence[StepRecord]) -> dict[Definition, list[StepRecord]]:
-    """Observed steps by definition of acceptance, in order of their last step: the current definition comes last."""
-    groups: dict[Definition, list[StepRecord]] = {}
-    for step in observed(history):
-        definition = definition_of(step)
-        groups[definition] = [*groups.pop(definition, []), step]
+def split_by_definition(history: Sequence[StepRecord]) -> dict[Definition, list[Drafted]]:
+    """Steps that drafted, by definition of acceptance, in order of their last step: the current one comes last."""
+    groups: dict[Definition, list[Drafted]] = {}
+    for step in drafted(history):
+        groups[step.definition] = [*groups.pop(step.definition, []), step]
     return groups
 
 
-def current(history: Sequence[StepRecord]) -> list[StepRecord]:
-    """Observed steps under the definition of the last of them; [] where nothing was drafted."""
+def current(history: Sequence[StepRecord]) -> list[Drafted]:
+    """Steps that drafted under the definition of the last of them; [] if nothing was drafted."""
     groups = split_by_definition(history)
     return list(groups.values())[-1] if groups else []
 
 
-def slope_of(steps: Sequence[StepRecord]) -> Slope:
-    """Slope of acceptance length over entropy, of steps under one definition. Raises ValueError on more."""
-    definitions = {definition_of(step) for step in steps}
+def slope_of(steps: Sequence[StepRecord | Drafted]) -> Slope:
+    """Slope of acceptance length over entropy, for steps of one definition. Raises BadInput on more."""
+    used = [d for s in steps for d in ([s] if isinstance(s, Drafted) else drafted([s]))]
+    definitions = {step.definition for step in used}
     if len(definitions) > 1:
         names = "; ".join(sorted(map(str, definitions)))
-        raise BadInput(f"steps: {names} came, expected one definition of acceptance: split_by_definition first")
-    return fit_slope([step.entropy_nats for step in steps], [step.acceptance_length for step in steps])
+        raise BadInput(f"steps: got {names}, expected one definition of acceptance: split_by_definition first")
+    return fit_slope([step.entropy_nats for step in used], [step.acceptance_length for step in used])
 
 
 def num_recent(num_steps: int) -> int:
@@ -113,44 +121,50 @@ def num_recent(num_steps: int) -> int:
 def decompose(history: Sequence[StepRecord], *, early_steps: int = EARLY_STEPS) -> Decomposition:
     """Split the change of acceptance length, for steps under the current definition.
 
-    The line is fitted on the first `early_steps` of them, or on what comes before the recent ones in a shorter run. The
-    interval of a step's mismatch holds the line's uncertainty and the step's own scatter; that of the recent mean the
-    scatter's autocorrelation too.
+    The line is fitted on the first `early_steps` of them; in a shorter run, on those before the recent ones. The
+    interval of a step's mismatch contains the line's uncertainty and the step's own scatter; that of the recent mean
+    also the scatter's autocorrelation.
     """
     steps = current(history)
     if not steps:
-        return Decomposition(None, fit_slope([], []), None, (), None, None)
+        return Decomposition(None, slope_of([]), None)
     recent = steps[-num_recent(len(steps)) :]
     before = steps[: len(steps) - len(recent)]
     early = before[:early_steps]
-    line = slope_of(early)
+    slope = slope_of(early)
     span = (early[0].step, early[-1].step) if early else None
-    if line.status != "ok":
-        return Decomposition(definition_of(steps[0]), line, span, (), None, None)
-    h_0 = steps[0].entropy_nats
-    parts = tuple(_part(step, line, h_0) for step in steps)
-    mean_h = float(np.mean([step.entropy_nats for step in recent]))
-    mean_al = float(np.mean([step.acceptance_length for step in recent]))
+    if slope.fit is None:
+        return Decomposition(steps[0].definition, slope, span)
+    line, h_0 = slope.fit, steps[0].entropy_nats
     scatter = max(line.long_run_variance, line.residual_variance) / len(recent)
-    mean = _mismatch(line, mean_h, mean_al, scatter)
-    return Decomposition(definition_of(steps[0]), line, span, parts, mean, (recent[0].step, recent[-1].step))
+    return Decomposition(
+        definition=steps[0].definition,
+        early=slope,
+        early_steps=span,
+        parts=tuple(_part(step, line, h_0) for step in steps),
+        recent=_mismatch(
+            line,
+            float(np.mean([step.entropy_nats for step in recent])),
+            float(np.mean([step.acceptance_length for step in recent])),
+            scatter,
+        ),
+        recent_steps=(recent[0].step, recent[-1].step),
+    )
 
 
 def fewest_steps() -> int:
-    """Observed steps below which no line can be fitted before the recent ones."""
+    """Steps with drafts below which no line can be fitted before the recent ones."""
     return MIN_POINTS + MIN_RECENT
 
 
-def _part(step: StepRecord, line: Slope, h_0: float) -> Part:
+def _part(step: Drafted, line: Fit, h_0: float) -> Part:
     moved = step.entropy_nats - h_0
-    ends = sorted((line.low * moved, line.high * moved))
+    low, high = sorted((line.low * moved, line.high * moved))
     change = step.acceptance_length - (line.intercept + line.slope * h_0)
     mismatch = _mismatch(line, step.entropy_nats, step.acceptance_length, line.residual_variance)
-    return Part(step.step, change, Estimate(line.slope * moved, *ends), mismatch)
+    return Part(step.step, change, Estimate(line.slope * moved, low, high), mismatch)
 
 
-def _mismatch(line: Slope, entropy_nats: float, acceptance_length: float, scatter: float) -> Estimate:
-    x = np.array([1.0, entropy_nats])
-    value = acceptance_length - (line.intercept + line.slope * entropy_nats)
-    half = line.quantile * math.sqrt(max(0.0, float(x @ np.array(line.covariance) @ x)) + scatter)
-    return Estimate(value, value - half, value + half)
+def _mismatch(line: Fit, entropy_nats: float, acceptance_length: float, scatter: float) -> Estimate:
+    value, low, high = line.line(entropy_nats, scatter)
+    return Estimate(acceptance_length - value, acceptance_length - high, acceptance_length - low)

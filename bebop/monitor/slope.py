@@ -1,4 +1,4 @@
-"""Slope of the acceptance length over the target's entropy, with an interval that holds for autocorrelated steps.
+"""Slope of the acceptance length over the target entropy, with an interval that is valid for autocorrelated steps.
 
     AL_t = intercept + slope H_t + e_t        ordinary least squares over RL steps, H in nats
 
@@ -16,70 +16,101 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from bebop.errors import BadInput
 
+Array = NDArray[np.float64]
 MIN_POINTS = 4
-MIN_SPAN_NATS = 1e-6  # entropies closer than this to each other are constant
+MIN_SPAN_NATS = 1e-6  # entropies within this span count as constant
 FIXED_B = (1.9600, 2.9694, 0.4160, -0.5324)  # 97.5 % quantile of the Bartlett t statistic as a cubic in b
 
 
 @dataclass(frozen=True)
-class Slope:
-    """A fitted line, or why there is none (then every number but n is None).
+class Fit:
+    """A fitted line.
 
     slope, low, high: acceptance length per nat, the last two its 95 % interval; intercept: acceptance length at 0 nats.
     covariance: of (intercept, slope), Newey-West; quantile: half width of the interval in standard errors.
     residual_variance, long_run_variance: of the residuals around the line, the second with their autocorrelation.
     """
 
-    slope: float | None
-    intercept: float | None
-    low: float | None
-    high: float | None
+    slope: float
+    intercept: float
+    low: float
+    high: float
+    mean_acceptance: float
+    covariance: Array  # [2, 2]
+    quantile: float
+    residual_variance: float
+    long_run_variance: float
+
+    def line(self, entropy_nats: float, extra_variance: float = 0.0) -> tuple[float, float, float]:
+        """The line at an entropy, with its 95 % band, wider by a variance that is not the line's: value, low, high."""
+        x = np.array([1.0, entropy_nats])
+        value = self.intercept + self.slope * entropy_nats
+        half = self.quantile * math.sqrt(max(0.0, float(x @ self.covariance @ x)) + extra_variance)
+        return value, value - half, value + half
+
+
+@dataclass(frozen=True)
+class Slope:
+    """The slope over n points, or the reason why there is none: then status is "undetermined" and the numbers None."""
+
     n: int
-    status: str  # "ok" | "undetermined"
+    fit: Fit | None
     reason: str = ""
-    mean_acceptance: float | None = None
-    covariance: tuple[tuple[float, float], tuple[float, float]] | None = None
-    quantile: float | None = None
-    residual_variance: float | None = None
-    long_run_variance: float | None = None
+
+    @property
+    def status(self) -> str:
+        """ "ok" or "undetermined"."""
+        return "undetermined" if self.fit is None else "ok"
+
+    @property
+    def slope(self) -> float | None:
+        """Acceptance length per nat."""
+        return None if self.fit is None else self.fit.slope
+
+    @property
+    def intercept(self) -> float | None:
+        """Acceptance length at 0 nats."""
+        return None if self.fit is None else self.fit.intercept
+
+    @property
+    def low(self) -> float | None:
+        """Lower end of the slope's 95 % interval."""
+        return None if self.fit is None else self.fit.low
+
+    @property
+    def high(self) -> float | None:
+        """Upper end of the slope's 95 % interval."""
+        return None if self.fit is None else self.fit.high
 
     @property
     def relative(self) -> float | None:
-        """Slope as a share of the mean acceptance length, per nat; heads of different quality compare by it."""
-        return self.slope / self.mean_acceptance if self.slope is not None and self.mean_acceptance else None
-
-    def line(self, entropy_nats: float) -> tuple[float, float, float]:
-        """The fitted line at an entropy, with its 95 % band: value, low, high. Raises ValueError without a fit."""
-        if self.status != "ok":
-            raise BadInput(f"line of an undetermined slope ({self.reason}): fit one with status 'ok' first")
-        x = np.array([1.0, entropy_nats])
-        value = self.intercept + self.slope * entropy_nats
-        half = self.quantile * math.sqrt(max(0.0, float(x @ np.array(self.covariance) @ x)))
-        return value, value - half, value + half
+        """Slope as a share of the mean acceptance length, per nat: comparable between heads of different quality."""
+        return self.fit.slope / self.fit.mean_acceptance if self.fit is not None and self.fit.mean_acceptance else None
 
 
 def fit_slope(entropy: Any, acceptance: Any) -> Slope:
     """Fit acceptance length over entropy. entropy [n] nats, acceptance [n]: numpy, torch or lists, in order of steps.
 
-    The result's status is "undetermined", with a reason, for fewer than 4 points, values that are not finite (None
-    counts as such) and constant entropy. Raises ValueError where the two differ in shape.
+    The slope is undetermined for fewer than 4 points, for values that are not finite (None counts as such), and for
+    constant entropy. Raises BadInput if the two differ in shape.
     """
     h, y = _vector(entropy), _vector(acceptance)
     if h.shape != y.shape or h.ndim != 1:
-        raise BadInput(f"entropy, acceptance: shapes {h.shape} and {y.shape} came, expected two equally long vectors")
+        raise BadInput(f"entropy, acceptance: got shapes {h.shape} and {y.shape} expected two equally long vectors")
     n = len(h)
     if n < MIN_POINTS:
-        return _undetermined(n, f"{n} points, a slope needs at least {MIN_POINTS}")
+        return Slope(n, None, f"{n} points, a slope needs at least {MIN_POINTS}")
     for name, values in (("entropy", h), ("acceptance", y)):
         bad = np.flatnonzero(~np.isfinite(values))
         if len(bad):
-            return _undetermined(n, f"{name} is not finite at point {bad[0]} ({len(bad)} of {n})")
+            return Slope(n, None, f"{name} is not finite at point {bad[0]} ({len(bad)} of {n})")
     if np.ptp(h) < MIN_SPAN_NATS:
-        return _undetermined(n, f"entropy is constant ({h[0]:.4g} nats)")
+        return Slope(n, None, f"entropy is constant ({h[0]:.4g} nats)")
 
     centre = h.mean()  # fit around the mean: well conditioned at any offset
     x = np.column_stack([np.ones(n), h - centre])
@@ -93,19 +124,18 @@ def fit_slope(entropy: Any, acceptance: Any) -> Slope:
     fixed_b = np.polynomial.polynomial.polyval(bandwidth / n, FIXED_B)
     quantile = float(fixed_b * stdtrit(n - 2, 0.975) / FIXED_B[0])
     half = quantile * math.sqrt(max(0.0, covariance[1, 1]))
-    return Slope(
+    fit = Fit(
         slope=float(slope),
         intercept=float(level - slope * centre),
         low=float(slope - half),
         high=float(slope + half),
-        n=n,
-        status="ok",
         mean_acceptance=float(y.mean()),
-        covariance=tuple(tuple(float(value) for value in row) for row in covariance),
+        covariance=covariance,
         quantile=quantile,
         residual_variance=float((residuals**2).sum() / (n - 2)),
         long_run_variance=max(0.0, float(newey_west_sum(residuals[:, None], bandwidth)[0, 0]) / (n - 2)),
     )
+    return Slope(n, fit)
 
 
 def bandwidth_of(n: int) -> int:
@@ -113,22 +143,18 @@ def bandwidth_of(n: int) -> int:
     return min(n, math.ceil(1.3 * math.sqrt(n)))
 
 
-def newey_west_sum(scores: np.ndarray, bandwidth: int) -> np.ndarray:
+def newey_west_sum(scores: Array, bandwidth: int) -> Array:
     """Sum over |l| < S of (1 - |l| / S) sum_t s_t s_{t-l}^T. scores [n, k] -> [k, k]."""
-    total = scores.T @ scores
+    total: Array = scores.T @ scores
     for lag in range(1, bandwidth):
         cross = scores[lag:].T @ scores[:-lag]
         total = total + (1.0 - lag / bandwidth) * (cross + cross.T)
     return total
 
 
-def _vector(values: Any) -> np.ndarray:
+def _vector(values: Any) -> Array:
     if hasattr(values, "detach"):  # torch
         values = values.detach().cpu().double().numpy()
     if isinstance(values, Sequence):
         values = [math.nan if value is None else value for value in values]
     return np.asarray(values, dtype=np.float64)
-
-
-def _undetermined(n: int, reason: str) -> Slope:
-    return Slope(None, None, None, None, n, "undetermined", reason)

@@ -1,4 +1,4 @@
-"""The result of a run in one flat mapping, out of its records alone."""
+"""The result of a run as one flat mapping, from its records only."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 from bebop.monitor.alarms import alarms, checksums_equal, largest_probs_diff
 from bebop.monitor.decision import Decision, MonitorState, decide
-from bebop.monitor.decomposition import current, slope_of
-from bebop.monitor.slope import Slope, fit_slope
-from bebop.records import DraftCounts, StepRecord
+from bebop.monitor.decomposition import Drafted, current, slope_of
+from bebop.records import DraftCounts
 from bebop.store.files import read_json
 from bebop.store.metrics import read_records, read_steps
 
@@ -19,10 +18,10 @@ WINDOW = 5  # steps that "first" and "last" average
 
 
 def state_of(run_dir: Path | str) -> MonitorState:
-    """The monitor's state out of a run folder: its steps, and the monitor's settings in run.json where they are there.
+    """The monitor's state from a run folder: its steps, and the monitor's settings in run.json if it has them.
 
-    The entropy range of the pre-RL data is the config's; else that of the last record with kind "monitor"; else that
-    in the provenance of heads trained in this folder (checkpoint/bebop.json).
+    The entropy range of the pre-RL data is the config's; else that of the last record with kind "monitor"; else the one
+    recorded with heads that were trained in this folder (checkpoint/bebop.json).
     """
     run_dir = Path(run_dir)
     settings = read_json(run_dir / "run.json").get("config", {}).get("monitor") or {}
@@ -39,18 +38,12 @@ def state_of(run_dir: Path | str) -> MonitorState:
     return MonitorState(read_steps(run_dir), entropy_range=found, **known)
 
 
-def run_slope(steps: Sequence[StepRecord]) -> Slope:
-    """Slope over all steps under the current definition of acceptance; undetermined where nothing was drafted."""
-    observed = current(steps)
-    return slope_of(observed) if observed else fit_slope([], [])
-
-
 def summarise(run_dir: Path | str) -> dict[str, Any]:
-    """Numbers of a finished or running run, each with the steps it is over; None where there is no data.
+    """Numbers of a finished or running run, each with the steps that it covers; None if there is no data.
 
     reward_first, reward_last: mean over the first and last 5 steps.
-    acceptance_length: pooled counts of the last 5 steps that drafted, acceptance_length_steps says which;
-        acceptance_length_run: of all of them under the current draft length, rule and temperature.
+    acceptance_length: from the pooled counts of the last 5 steps that drafted (acceptance_length_steps);
+        acceptance_length_run: from all steps under the current draft length, rule and temperature.
     slope: acceptance length per nat over those steps, with its Newey-West 95 % interval.
     heads_checksums_equal, probs_diff_max, alarms: whether the engine served the trainer's heads and probabilities.
     decision: in words, with decision_update true, false or null.
@@ -58,10 +51,11 @@ def summarise(run_dir: Path | str) -> dict[str, Any]:
     state = state_of(run_dir)
     steps = state.history
     rewards = [step.reward_mean for step in steps if step.reward_mean is not None]
-    observed = current(steps)
-    last = observed[-WINDOW:]
+    drafted = current(steps)
+    last = drafted[-WINDOW:]
     counts = pooled(last)
-    slope, decision = run_slope(steps), decide(state)
+    definition = last[-1].definition if last else None
+    slope, decision = slope_of(drafted), decide(state)
     return {
         "steps": len(steps),
         "reward_first": _mean(rewards[:WINDOW]),
@@ -69,13 +63,13 @@ def summarise(run_dir: Path | str) -> dict[str, Any]:
         "reward_window": min(WINDOW, len(rewards)),
         "acceptance_length": counts.acceptance_length,
         "acceptance_length_steps": [last[0].step, last[-1].step] if last else None,
-        "acceptance_length_run": pooled(observed).acceptance_length,
-        "acceptance_rule": last[-1].acceptance_rule if last else None,
-        "temperature": last[-1].temperature if last else None,
-        "num_speculative_tokens": last[-1].num_speculative_tokens if last else None,
+        "acceptance_length_run": pooled(drafted).acceptance_length,
+        "acceptance_rule": definition.acceptance_rule if definition else None,
+        "temperature": definition.temperature if definition else None,
+        "num_speculative_tokens": definition.num_speculative_tokens if definition else None,
         "conditional_acceptance": list(counts.conditional_acceptance) if last else None,
         "counts": asdict(counts),
-        "counts_run": asdict(pooled(observed)),
+        "counts_run": asdict(pooled(drafted)),
         "slope": slope.slope,
         "slope_low": slope.low,
         "slope_high": slope.high,
@@ -91,7 +85,7 @@ def summarise(run_dir: Path | str) -> dict[str, Any]:
 
 
 def decision_fields(decision: Decision) -> dict[str, Any]:
-    """A decision as keys of a summary."""
+    """A decision as entries of a summary."""
     return {
         "decision": decision.word,
         "decision_update": decision.update,
@@ -100,9 +94,9 @@ def decision_fields(decision: Decision) -> dict[str, Any]:
     }
 
 
-def pooled(steps: Sequence[StepRecord]) -> DraftCounts:
-    """Counts of steps added up; zeros where nothing was drafted, whose acceptance length is None."""
-    return sum((step.counts for step in steps if step.counts), DraftCounts())
+def pooled(steps: Sequence[Drafted]) -> DraftCounts:
+    """Sum of the steps' counts; zeros without steps, then the acceptance length is None."""
+    return sum((step.counts for step in steps), DraftCounts())
 
 
 def _mean(values: Sequence[float]) -> float | None:

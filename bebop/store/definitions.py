@@ -67,10 +67,10 @@ DEPTH_METRICS = {
 
 
 def flatten(record: StepRecord | Mapping[str, Any]) -> dict[str, float]:
-    """The finite or not numbers of a record under their logged names: `bebop/...`, per depth `bebop/.../depth_1`.
+    """The numbers of a record, finite or not, under their logged names: `bebop/...`, per depth `bebop/.../depth_1`.
 
-    Records of other kinds go under `bebop/<kind>/...`, their lists per depth. A step's `extra` keeps names that have a
-    slash, such as verl's.
+    Records of other kinds go under `bebop/<kind>/...`, lists per depth. Names in a step's `extra` that have a slash,
+    such as verl's, are kept.
     """
     if not isinstance(record, StepRecord):
         prefix = f"{PREFIX}{record['kind']}/"

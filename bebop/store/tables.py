@@ -20,22 +20,21 @@ STYLES = {"console": "simple", "markdown": "pipe", "html": "html"}  # bebop's na
 def format_table(rows: Rows, header: Sequence[str] | None = None, *, style: str = "console") -> str:
     """Rows as a table, "" without any; columns of numbers are aligned right.
 
-    rows: sequences of one length, or mappings, whose keys are the header (those of all rows, in order of appearance).
+    rows: sequences of one length, or mappings, whose keys are the header (the keys of all rows, in order).
     style: "console", "markdown" or "html" (escaped). Raises BadInput on rows of different lengths.
     """
-    if rows and isinstance(rows[0], Mapping):
-        header = list(dict.fromkeys(key for row in rows for key in row)) if header is None else list(header)
-        rows = [[row.get(key) for key in header] for row in rows]
-    lengths = {len(row) for row in rows} | ({len(header)} if header else set())
+    if header is None:
+        header = list(dict.fromkeys(key for row in rows if isinstance(row, Mapping) for key in row))
+    cells = [[row.get(key) for key in header] if isinstance(row, Mapping) else list(row) for row in rows]
+    lengths = {len(row) for row in cells} | ({len(header)} if header else set())
     if len(lengths) > 1:
         raise BadInput(f"rows: got lengths {sorted(lengths)}, expected one length for all rows and the header")
-    if not rows and not header:
+    if not lengths:
         return ""
-    width = lengths.pop()
-    right = [bool(rows) and all(_is_number(row[i]) for row in rows) for i in range(width)]
-    table = tabulate(
-        [[text(value) for value in row] for row in rows],
-        headers=list(header or ()),
+    right = [bool(cells) and all(_is_number(row[i]) for row in cells) for i in range(lengths.pop())]
+    table: str = tabulate(
+        [[text(value) for value in row] for row in cells],
+        headers=list(header),
         tablefmt=STYLES[style] if header or style != "console" else "plain",
         disable_numparse=True,
         colalign=["right" if is_right else "left" for is_right in right],

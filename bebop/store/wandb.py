@@ -1,7 +1,7 @@
 """Weights & Biases as one more sink; the only place that imports wandb.
 
-Offline needs neither network nor key and never prompts; `close` prints the command that uploads the run. What is read
-first: acceptance length over entropy, a chart, beside the curves over steps. Every key has its definition in a table.
+Offline mode needs neither network nor key and never prompts; `close` prints the command that uploads the run. Besides
+curves over steps there is a chart of acceptance length over entropy, and a table with the definition of every key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BY_ENTROPY = f"{PREFIX}by_entropy/acceptance_length"  # acceptance length with e
 
 
 def check_wandb(mode: str) -> None:
-    """Raise LoggerError where `mode` can't work here: call it before anything is loaded. Reads no network."""
+    """Raise LoggerError if `mode` can't work here. Call it before anything is loaded; it does not use the network."""
     if mode not in MODES:
         raise LoggerError(f"logger.wandb={mode}: expected one of {', '.join(MODES)}")
     if mode == "disabled":
@@ -42,12 +42,12 @@ def check_wandb(mode: str) -> None:
 class WandbSink:
     """Writes records to a W&B run; with mode "disabled" it does nothing.
 
-    An offline run that is resumed becomes a new W&B run that begins with the records in run_dir/metrics.jsonl, so that
-    its last folder is whole; online, the resumed run goes on under its id.
+    An offline run that is resumed becomes a new W&B run that starts with the records in run_dir/metrics.jsonl, so that
+    the last folder holds all of them. Online, the run continues under its id.
     """
 
     def __init__(self, mode: str, project: str, name: str | None, run_dir: Path | str) -> None:
-        """name: of the run, None for the folder's. The config in run_dir/run.json is logged. Raises LoggerError."""
+        """name: of the run; None: the folder's name. The config in run_dir/run.json is logged. Raises LoggerError."""
         check_wandb(mode)
         self.mode, self.run_dir, self.sync_dir = mode, Path(run_dir).resolve(), None
         self._steps: dict[int, StepRecord] = {}
@@ -59,16 +59,17 @@ class WandbSink:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         made_by = read_json(self.run_dir / "run.json")
         quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True, disable_code=True)
-        identity = {"id": _run_id(self.run_dir), "resume": "allow"} if mode == "online" else {}
+        how: Any = {"mode": mode}
+        if mode == "online":
+            how |= {"id": _run_id(self.run_dir), "resume": "allow"}
         self._run = wandb.init(
-            mode=mode,
             project=project,
             name=name or self.run_dir.name,
             dir=str(self.run_dir),
             config=plain(made_by.get("config", {}))
             | {"made_by": plain({k: v for k, v in made_by.items() if k != "config"})},
             settings=quiet,
-            **identity,
+            **how,
         )
         self.sync_dir = Path(self._run.settings.sync_dir)
         self._define_axes()
@@ -81,7 +82,7 @@ class WandbSink:
                 self._log(step if record["kind"] == "step" else record)
 
     def write(self, record: StepRecord | Mapping[str, Any]) -> None:
-        """Log one record: a StepRecord, or a mapping with its `kind`, of which the numbers are logged."""
+        """Log one record: a StepRecord, or the numbers of a mapping with its `kind`."""
         if self._run is None:
             return
         if isinstance(record, StepRecord):
@@ -94,7 +95,7 @@ class WandbSink:
             self._run.summary.update({PREFIX + key: value for key, value in plain(summary).items()})
 
     def close(self) -> None:
-        """Log the charts, end the run, and say how to upload it; more than once does no harm."""
+        """Log the charts, end the run, and print how to upload it; calling it again does nothing."""
         if self._run is None:
             return
         import wandb
@@ -123,7 +124,7 @@ class WandbSink:
             self._run.log(values)
 
     def _define_axes(self) -> None:
-        """Steps are the x axis of curves, each stage's own; entropy is that of `by_entropy`."""
+        """The x axes: each stage's own steps; entropy for `by_entropy`."""
         for axis in (f"{PREFIX}step", f"{PREFIX}sft/step", f"{PREFIX}sft_eval/step"):
             self._run.define_metric(axis, hidden=True)
         self._run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
@@ -136,7 +137,7 @@ def _charts(steps: list[StepRecord]) -> dict[str, Any]:
     """The curated panels: the scatter that the slope is fitted to, and conditional acceptance per depth over steps."""
     import wandb
 
-    columns = ["entropy [nats]", "acceptance length", "step", "k", "rule", "temperature"]
+    columns: Any = ["entropy [nats]", "acceptance length", "step", "k", "rule", "temperature"]
     data = [
         [s.entropy_nats, s.acceptance_length, s.step, s.num_speculative_tokens, s.acceptance_rule, s.temperature]
         for s in steps
@@ -144,12 +145,12 @@ def _charts(steps: list[StepRecord]) -> dict[str, Any]:
     scatter = wandb.plot.scatter(
         wandb.Table(columns=columns, data=data), columns[0], columns[1], title="Acceptance length over target entropy"
     )
-    depth = max(len(s.counts.accepted_per_depth) for s in steps)
-    per_depth = [[_at(s.counts.conditional_acceptance, j) for s in steps] for j in range(depth)]
+    shares = [s.counts.conditional_acceptance if s.counts else () for s in steps]
+    per_depth = [[_at(share, j) for share in shares] for j in range(max(map(len, shares)))]
     lines = wandb.plot.line_series(
         xs=[s.step for s in steps],
         ys=per_depth,
-        keys=[f"depth {j + 1}" for j in range(depth)],
+        keys=[f"depth {j + 1}" for j in range(len(per_depth))],
         title="Conditional acceptance per depth",
         xname="step",
     )
@@ -161,7 +162,7 @@ def _at(values: tuple[float | None, ...], index: int) -> float | None:
 
 
 def _run_id(run_dir: Path) -> str:
-    """Id under which an online run goes on after a resume."""
+    """The W&B id of an online run, the same after a resume."""
     path = run_dir / "wandb_run_id"
     if not path.exists():
         write_text(path, os.urandom(6).hex())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import shutil
 from pathlib import Path
@@ -46,7 +47,7 @@ def plots_of(run_dir: Path) -> set[str]:
 
 
 def text_of(page: Path) -> str:
-    return " ".join(re.sub(r"<[^>]*>", " ", page.read_text()).split())
+    return html.unescape(" ".join(re.sub(r"<[^>]*>", " ", page.read_text()).split()))
 
 
 def test_report_needs_only_the_json_files_and_loads_nothing_from_elsewhere(tmp_path):
@@ -62,14 +63,14 @@ def test_report_needs_only_the_json_files_and_loads_nothing_from_elsewhere(tmp_p
     page = write_report(copy)
 
     assert page == copy / "report.html" and plots_of(copy) == RL_PLOTS | {"sft_curves"}
-    html, text = page.read_text(), text_of(page)
-    assert html.count("data:image/png;base64,") == 5
-    assert not re.search(r"""(src|href)=["'](?!data:)|url\(|<script""", html)
-    assert "copy &lt;of&gt; it" in html and "<of>" not in html
+    source, text = page.read_text(), text_of(page)
+    assert source.count("data:image/png;base64,") == 5
+    assert not re.search(r"""(src|href)=["'](?!data:)|url\(|<script""", source)
+    assert "copy &lt;of&gt; it" in source and "<of>" not in source
     assert "Update the heads online? Keep the heads." in text and "Mismatch over steps 23 to 29" in text
     assert "not finished" in text
     for definition in (
-        "pooled over the step&#x27;s requests",
+        "pooled over the step's requests",
         "Newey-West",
         "Rule: rejection; temperature 1",
         "sum min(p, q)",

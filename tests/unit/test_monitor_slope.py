@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def test_slope_of_a_line_is_exact(array):
     assert slope.slope == pytest.approx(-0.5) and slope.intercept == pytest.approx(1.0)
     assert slope.low == pytest.approx(-0.5) and slope.high == pytest.approx(-0.5)
     assert slope.relative == pytest.approx(-0.5 / 0.75)
-    assert slope.line(0.5) == pytest.approx((0.75, 0.75, 0.75))
+    assert slope.fit.line(0.5) == pytest.approx((0.75, 0.75, 0.75))
 
 
 @pytest.mark.parametrize(
@@ -45,13 +46,12 @@ def test_slope_of_a_line_is_exact(array):
 def test_no_slope_is_undetermined_with_its_reason_and_has_no_numbers(entropy, acceptance, reason):
     slope = fit_slope(entropy, acceptance)
     assert slope.status == "undetermined"
-    with pytest.raises(ValueError, match=reason):
-        slope.line(0.3)
+    assert re.search(reason, slope.reason)
     assert (slope.slope, slope.low, slope.high, slope.relative) == (None,) * 4
 
 
 def test_vectors_of_different_length_are_refused():
-    with pytest.raises(ValueError, match=r"shapes \(3,\) and \(4,\) came"):
+    with pytest.raises(ValueError, match=r"got shapes \(3,\) and \(4,\)"):
         fit_slope([1, 2, 3], [1, 2, 3, 4])
 
 
@@ -64,8 +64,8 @@ def test_fit_and_covariance_equal_statsmodels_newey_west(n):
     options = {"maxlags": bandwidth_of(n) - 1, "use_correction": True}
     theirs = sm.OLS(acceptance, sm.add_constant(entropy)).fit(cov_type="HAC", cov_kwds=options)
     assert (ours.intercept, ours.slope) == pytest.approx(tuple(theirs.params))
-    np.testing.assert_allclose(ours.covariance, theirs.cov_params(), rtol=1e-9)
-    assert ours.high - ours.slope == pytest.approx(ours.quantile * theirs.bse[1])
+    np.testing.assert_allclose(ours.fit.covariance, theirs.cov_params(), rtol=1e-9)
+    assert ours.high - ours.slope == pytest.approx(ours.fit.quantile * theirs.bse[1])
 
 
 def test_interval_covers_autocorrelated_steps_where_ordinary_least_squares_does_not():
@@ -76,7 +76,7 @@ def test_interval_covers_autocorrelated_steps_where_ordinary_least_squares_does_
         entropy, noise = autocorrelated(n, 0.7, rng), autocorrelated(n, 0.7, rng)
         slope = fit_slope(entropy, noise - entropy)
         covered += slope.low <= -1 <= slope.high
-        error = math.sqrt(slope.residual_variance / ((entropy - entropy.mean()) ** 2).sum())
+        error = math.sqrt(slope.fit.residual_variance / ((entropy - entropy.mean()) ** 2).sum())
         covered_ols += abs(slope.slope + 1) <= 1.984 * error
     assert covered / repeats >= 0.88
     assert covered_ols / repeats < 0.82

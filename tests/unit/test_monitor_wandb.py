@@ -16,6 +16,7 @@ from bebop.store.definitions import definitions_table, flatten
 
 PROGRAM = """
 import sys
+from bebop.errors import LoggerError
 from bebop.monitor import JsonlSink, WandbSink, write_run_json
 from bebop.records import DraftCounts, StepRecord
 mode, run_dir, first, last = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])

@@ -1,6 +1,6 @@
-"""The report's figures, each a function of records that returns a matplotlib figure, or None where it has no data.
+"""The report's figures, each a function of records that returns a matplotlib figure, or None if it has no data.
 
-Colours are Okabe and Ito's, told apart by colour-blind readers too; bands are 95 % intervals.
+Colours are Okabe and Ito's, which colour-blind readers can tell apart; bands are 95 % intervals.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from bebop.monitor.decomposition import Decomposition, current, slope_of, split_by_definition
-from bebop.monitor.slope import Slope
+from bebop.monitor.slope import Array, Slope
 from bebop.records import StepRecord
 from bebop.store.definitions import label_of
 
 BLUE, RED, GREEN, ORANGE, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9"
 SERIES = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY)
 INK, GREY, PALE = "#1f2933", "#7b8794", "#e4e7eb"
-STYLE = {
+STYLE: Any = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
@@ -120,15 +120,15 @@ def over_steps(steps: Sequence[StepRecord], entropy_range: tuple[float, float] |
 @styled
 def conditional_acceptance(steps: Sequence[StepRecord]) -> Figure | None:
     """Conditional acceptance at each depth over steps, with binomial 95 % bands from the counts."""
-    observed = current(steps)
-    if not observed:
+    drafted = current(steps)
+    if not drafted:
         return None
     figure, (axes,) = figure_of(1)
-    depth = max(len(step.counts.accepted_per_depth) for step in observed)
+    depth = max(len(step.counts.accepted_per_depth) for step in drafted)
     for j, colour in zip(range(depth), _cycle(depth), strict=True):
         reached = [
             (step, (step.counts.num_drafts, *step.counts.accepted_per_depth)[j])
-            for step in observed
+            for step in drafted
             if j < len(step.counts.accepted_per_depth)
         ]
         rows = [(step.step, step.counts.accepted_per_depth[j] / n, n) for step, n in reached if n]
@@ -149,7 +149,7 @@ def conditional_acceptance(steps: Sequence[StepRecord]) -> Figure | None:
 @styled
 def decomposition(parts: Decomposition) -> Figure | None:
     """What moved the acceptance length: the entropy part and the mismatch, each with its band."""
-    if not parts.parts:
+    if parts.early_steps is None or not parts.parts:
         return None
     figure, (axes,) = figure_of(1)
     x = [part.step for part in parts.parts]
@@ -169,7 +169,7 @@ def decomposition(parts: Decomposition) -> Figure | None:
             x, [e.low for e in estimates], [e.high for e in estimates], color=colour, alpha=0.13, linewidth=0
         )
         axes.plot(x, [e.value for e in estimates], color=colour, label=label)
-    if parts.recent:
+    if parts.recent and parts.recent_steps:
         first, last = parts.recent_steps
         recent = parts.recent
         error = [[recent.value - recent.low], [recent.high - recent.value]]
@@ -233,15 +233,16 @@ def figure_of(rows: int, height: float = HEIGHT, **options: Any) -> tuple[Figure
     return figure, list(panels)
 
 
-def _line(axes: Axes, name: str, slope: Slope, entropy: np.ndarray, colour: str) -> None:
+def _line(axes: Axes, name: str, slope: Slope, entropy: Array, colour: str) -> None:
     """The fitted line with its band over the observed entropies, or the reason why there is none, in the legend."""
-    if slope.status != "ok":
+    if slope.fit is None:
         axes.plot([], [], color=colour, label=f"{name}: slope undetermined, {slope.reason}")
         return
     grid = np.linspace(entropy.min(), entropy.max(), 60)
-    value, low, high = np.array([slope.line(float(x)) for x in grid]).T
+    value, low, high = np.array([slope.fit.line(float(x)) for x in grid]).T
     axes.fill_between(grid, low, high, color=colour, alpha=0.15, linewidth=0)
-    label = f"{name}: {slope.slope:+.2f} [{slope.low:+.2f}, {slope.high:+.2f}] per nat, {slope.n} steps"
+    fit = slope.fit
+    label = f"{name}: {fit.slope:+.2f} [{fit.low:+.2f}, {fit.high:+.2f}] per nat, {slope.n} steps"
     axes.plot(grid, value, color=colour, label=label)
 
 
@@ -253,7 +254,7 @@ def legend_below(figure: Figure) -> None:
         figure.legend(handles, labels, loc="outside lower left", ncols=columns, fontsize=8.5)
 
 
-def _series(steps: Sequence[StepRecord], value_of: Any) -> tuple[np.ndarray, np.ndarray]:
+def _series(steps: Sequence[StepRecord], value_of: Any) -> tuple[Array, Array]:
     pairs = [(step.step, value_of(step)) for step in steps if value_of(step) is not None]
     return np.array([x for x, _ in pairs], dtype=float), np.array([y for _, y in pairs], dtype=float)
 
