@@ -43,7 +43,7 @@ def run(config: EvalConfig, run_dir: Path) -> dict[str, Any]:
     the policy has no heads.
     """
     check_wandb(config.logger.wandb)
-    policy_dir = prepare_policy(config.model, config.seed)
+    policy_dir = prepare_policy(config.model, config.seed, max_model_len=config.rollout.max_model_len)
     head = load_heads(policy_dir)
     if head is None:
         raise ConfigError(f"model: {policy_dir} has no MTP heads to evaluate; train some with `sft` and set model.path")

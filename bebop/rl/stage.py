@@ -65,7 +65,7 @@ def _run(config: GrpoConfig, run_dir: Path, policy_dir: Path | None, num_gpus: i
     if policy_dir is None:
         from bebop.policies import prepare_policy
 
-        policy_dir = prepare_policy(config.model, config.seed)
+        policy_dir = prepare_policy(config.model, config.seed, max_model_len=config.rollout.max_model_len)
     started = time.monotonic()
     checkpoints.discard_incomplete(run_dir)
     step = checkpoints.latest(run_dir)

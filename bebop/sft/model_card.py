@@ -6,6 +6,7 @@ one section between two marks, which a later training replaces.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from bebop.mtp.checkpoint import read_config
+from bebop.mtp.families import DECODER, READ_AS, known_family
 from bebop.store.files import write_text
 
 log = logging.getLogger(__name__)
@@ -26,15 +29,33 @@ FRONT = re.compile(r"\A---\n(.*?)\n---\n?", re.DOTALL)
 def write_card(checkpoint: Path, made: Mapping[str, Any]) -> None:
     """Write the card of `checkpoint`, over the one that is there, if any. made: the provenance in its bebop.json.
 
+    The card says whether any vLLM serves the directory, or one with bebop installed, and by which command.
+
     Front matter that is no YAML mapping stays in the text as it is, after the new one; so do bytes that are no UTF-8.
     """
     path = checkpoint / CARD
     before = path.read_bytes().decode("utf-8", errors="surrogateescape") if path.exists() else None
-    write_text(path, merge(before, made))
+    write_text(path, merge(before, made, read_config(checkpoint)))
 
 
-def merge(before: str | None, made: Mapping[str, Any]) -> str:
-    """The card's text: `before` with its section on the heads replaced or added, or a new card."""
+def needs_bebop(config: Mapping[str, Any]) -> bool:
+    """Whether vLLM serves a directory with this config.json only where bebop is installed: its class for heads on
+    policies without heads of their own, and its reading of `model_type: mimo` without MiMo's own code."""
+    return known_family(config) is DECODER or config.get("model_type") in READ_AS
+
+
+def serve_command(num_speculative_tokens: int) -> str:
+    """The shell command that serves a policy in the current directory with its heads."""
+    speculation = {
+        "method": "mtp",
+        "num_speculative_tokens": num_speculative_tokens,
+        "draft_sample_method": "probabilistic",
+    }
+    return f"vllm serve . --speculative-config '{json.dumps(speculation)}'"
+
+
+def merge(before: str | None, made: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """The card's text: `before` with its section on the heads replaced or added, or a new card. config: config.json."""
     front, body = (
         _split(before) if before is not None else ({"library_name": "transformers"}, "# Policy with MTP heads\n")
     )
@@ -42,7 +63,7 @@ def merge(before: str | None, made: Mapping[str, Any]) -> str:
     tags = front.get("tags") or []
     front["tags"] = [*([tags] if isinstance(tags, str) else tags)]
     front["tags"] += [tag for tag in TAGS if tag not in front["tags"]]
-    section = f"{BEGIN}\n{_section(made)}{END}\n"
+    section = f"{BEGIN}\n{_section(made, config)}{END}\n"
     if BEGIN in body and END in body:
         start, stop = body.index(BEGIN), body.index(END) + len(END)
         body = body[:start] + section + body[stop:].removeprefix("\n")
@@ -65,9 +86,12 @@ def _split(card: str) -> tuple[dict[str, Any], str]:
     return front, card[found.end() :]
 
 
-def _section(made: Mapping[str, Any]) -> str:
+def _section(made: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
     config, data = made["config"], made["data"]
     sft, text = config["sft"], config["data"]
+    served = "vLLM with bebop installed serves this directory (0.31 or later; bebop's plug-in brings the heads' class)"
+    if not needs_bebop(policy):
+        served = "Any vLLM serves this directory (0.31 or later; bebop is not needed)"
     tasks = ", ".join(task["name"] for task in text["tasks"])
     source = f"sequences of {Path(text['path']).name}" if text["path"] else f"responses to prompts of {tasks}"
     sampler = "sampled by this policy" if data["sampled_by_policy"] else "given, not sampled by this policy"
@@ -81,6 +105,14 @@ def _section(made: Mapping[str, Any]) -> str:
         "## MTP heads for speculative decoding",
         "",
         "Trained by bebop on the frozen policy; every other tensor is the policy's own, byte for byte.",
+        "",
+        f"{served}. From inside it:",
+        "",
+        "```bash",
+        serve_command(made["mtp_depth"]),
+        "```",
+        "",
+        "Without `draft_sample_method` vLLM drafts greedily, and accepts less of what these heads draft.",
         "",
         "| | |",
         "|---|---|",

@@ -57,7 +57,7 @@ def _run(config: SftConfig, run_dir: Path) -> dict[str, float]:
         return {}
     times: dict[str, float] = {}
     started = time.monotonic()
-    policy_dir = prepare_policy(config.model, config.seed)
+    policy_dir = prepare_policy(config.model, config.seed, max_model_len=config.rollout.max_model_len)
     times["policy_s"] = time.monotonic() - started
     size = sum(file.stat().st_size for file in policy_dir.iterdir() if file.is_file())
     check_room(run_dir, size, "a copy of the policy")

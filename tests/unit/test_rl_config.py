@@ -109,6 +109,13 @@ def test_unknown_verl_key_is_answered_with_the_nearest(policy: Policy, tmp_path:
     )
 
 
+@pytest.mark.parametrize("key", ["lora_rank=8", "lora_adapter_path=/some/adapter", "lora.rank=8"])
+def test_a_lora_policy_is_refused_by_its_key(policy: Policy, tmp_path: Path, key: str):
+    word = f"actor_rollout_ref.model.{key}"
+    with pytest.raises(ConfigError, match=f"^{word}: grpo trains whole policies"):
+        compose(grpo_config(grpo={"verl_overrides": [word]}), policy, tmp_path)
+
+
 def test_probability_limit_follows_the_type_of_the_policy(policy: Policy, tmp_path: Path):
     def limit(dtype: str, given: float | None = None) -> float:
         config = grpo_config(model={"dtype": dtype}, grpo={"probs_diff_limit": given})

@@ -1,5 +1,8 @@
 """The model card: what it says of the heads, and what it leaves of a policy's own card."""
 
+import json
+import shlex
+
 import pytest
 import yaml
 
@@ -7,6 +10,7 @@ from bebop.config import Loss
 from bebop.sft.lr import loss_at, resolve_warmup
 from bebop.sft.model_card import BEGIN, END, TAGS, merge, write_card
 
+CONFIG = {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"]}
 SCORED = {
     "alpha": [0.9, 0.8, 0.7],
     "acceptance_length": 3.2,
@@ -48,7 +52,7 @@ def _front(card):
 
 
 def test_a_card_says_what_trained_the_heads_and_how_good_they_are():
-    card = merge(None, MADE)
+    card = merge(None, MADE, CONFIG)
     assert _front(card)["library_name"] == "transformers" and set(TAGS) <= set(_front(card)["tags"])
     for said in (
         "`e2e_tv`, after `lk` for the first 30% of the steps",
@@ -65,7 +69,7 @@ def test_a_card_says_what_trained_the_heads_and_how_good_they_are():
 
 def test_a_policys_own_card_stays_and_a_second_training_replaces_its_section():
     own = "---\nlicense: apache-2.0\ntags: [math]\n---\n# Owl\n\nA policy.\n"
-    once = merge(own, MADE)
+    once = merge(own, MADE, CONFIG)
     assert _front(once) == {
         "license": "apache-2.0",
         "tags": ["math", *TAGS],
@@ -73,27 +77,52 @@ def test_a_policys_own_card_stays_and_a_second_training_replaces_its_section():
     }
     assert "# Owl\n\nA policy.\n" in once
     twice = merge(
-        once.replace("A policy.", "A policy.") + "\nAfterword.\n", {**MADE, "loss": "tv", "loss_warmup": None}
+        once.replace("A policy.", "A policy.") + "\nAfterword.\n", {**MADE, "loss": "tv", "loss_warmup": None}, CONFIG
     )
     assert twice.count(BEGIN) == twice.count(END) == 1 and "`tv`" in twice and "`e2e_tv`" not in twice
     assert "A policy." in twice and twice.endswith("\nAfterword.\n")
-    assert merge(twice, MADE).count("speculative-decoding\n") == 1
+    assert merge(twice, MADE, CONFIG).count("speculative-decoding\n") == 1
 
 
 def test_given_text_is_said_to_bias_the_length(tmp_path):
     given = {**MADE, "data": {**MADE["data"], "sampled_by_policy": False}}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     write_card(tmp_path, given)
     assert "biased" in (tmp_path / "README.md").read_text()
-    assert [p.name for p in tmp_path.iterdir()] == ["README.md"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["README.md", "config.json"]
+
+
+@pytest.mark.parametrize(
+    ("config", "anywhere"),
+    [
+        (CONFIG, True),
+        ({"model_type": "qwen3", "architectures": ["MiMoForCausalLM"]}, True),
+        ({"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"]}, True),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, False),
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, False),
+        ({"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}, False),
+    ],
+)
+def test_a_card_says_which_vllm_serves_the_directory_and_how(config, anywhere):
+    card = merge(None, MADE, config)
+    assert ("Any vLLM serves" in card) == anywhere and ("vLLM with bebop installed serves" in card) != anywhere
+    (line,) = [line for line in card.splitlines() if line.startswith("vllm serve ")]
+    words = shlex.split(line)
+    assert words[:4] == ["vllm", "serve", ".", "--speculative-config"]
+    assert json.loads(words[4]) == {
+        "method": "mtp",
+        "num_speculative_tokens": MADE["mtp_depth"],
+        "draft_sample_method": "probabilistic",
+    }
 
 
 @pytest.mark.parametrize("front", ["- a", "title: My model: the best", "My model", ""])
 def test_front_matter_that_is_no_mapping_costs_no_training(front):
     """The card is the last thing that a run writes."""
     odd = f"---\n{front}\n---\n# Mine\n"
-    made = merge(odd, MADE)
+    made = merge(odd, MADE, CONFIG)
     assert odd in made and made.startswith("---\n") and "speculative-decoding" in made
-    assert merge(made, MADE) == made
+    assert merge(made, MADE, CONFIG) == made
 
 
 @pytest.mark.parametrize(

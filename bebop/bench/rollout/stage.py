@@ -73,7 +73,7 @@ class Measured:
 
 def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
     """Measure, print tables, write CSVs, schedule.json, a plot and summary.json to run_dir; returns the summary."""
-    policy_dir = prepare_policy(config.model, config.seed)
+    policy_dir = prepare_policy(config.model, config.seed, max_model_len=config.rollout.max_model_len)
     prompts = _prompts(config, policy_dir)
     rollout, plans = config.rollout, False
     if rollout.speculation == "mtp" and rollout.engine == "vllm" and rollout.draft_schedule is None:

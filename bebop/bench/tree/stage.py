@@ -124,7 +124,7 @@ class Measured:
 
 def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
     """Measure, print a table, write tree.csv, two plots and summary.json to run_dir; returns the summary."""
-    policy_dir = prepare_policy(config.model, config.seed)
+    policy_dir = prepare_policy(config.model, config.seed, max_model_len=config.rollout.max_model_len)
     tokenizer = load_tokenizer(policy_dir)
     made = make_prompts(config.data.tasks, config.bench.tree.num_prompts, config.seed, "eval")
     prompts = [ids for _, ids in encode_prompts(made, config.data, tokenizer)]

@@ -73,9 +73,11 @@ def compose(
     for override in config.grpo.verl_overrides:
         _check_key(override, known)
     try:
-        return _compose(words + list(config.grpo.verl_overrides))
+        whole = _compose(words + list(config.grpo.verl_overrides))
     except Exception as error:  # hydra's own hierarchy; each means that the override cannot be applied
         raise ConfigError(f"grpo.verl_overrides: {_first_line(error)}") from None
+    refuse_adapters(whole)
+    return whole
 
 
 def check(config: GrpoConfig, policy: Policy, *, num_gpus: int) -> None:
@@ -111,6 +113,21 @@ def check(config: GrpoConfig, policy: Policy, *, num_gpus: int) -> None:
     rows = config.grpo.prompts_per_step * config.grpo.group_size
     if num_gpus and rows % num_gpus:
         raise ConfigError(f"grpo.prompts_per_step * grpo.group_size = {rows} is not a multiple of the {num_gpus} GPUs")
+
+
+def refuse_adapters(composed: DictConfig) -> None:
+    """Raise ConfigError on a LoRA policy: its weights reach engines as adapters, which no head was trained beside."""
+    for key, off in (
+        ("lora_rank", "0"),
+        ("lora_adapter_path", "null"),
+        ("lora.rank", "0"),
+        ("lora.adapter_path", "null"),
+    ):
+        value = OmegaConf.select(composed, f"actor_rollout_ref.model.{key}")
+        if value:
+            raise ConfigError(
+                f"actor_rollout_ref.model.{key}={value}: grpo trains whole policies, not LoRA adapters; expected {off}"
+            )
 
 
 def overrides(
