@@ -1,28 +1,30 @@
 """The sampling rules of speculative decoding as functions of probabilities; no model code.
 
-rules.py the formulas, chain.py chains, tree*.py trees, warp.py logits to probabilities, streams.py and draws.py random
-numbers and draws, emit.py what a request keeps.
+rules/: the chain rules, one module each, and their registry; chain.py: verification of chains; tree/: draft trees;
+distributions.py: ratio and residual; sampling.py: logits to probabilities; random.py: random numbers and draws.
 """
 
-from bebop.spec.chain import ChainResult, Rule, verify_chain
-from bebop.spec.draws import Sampler, gumbel_max, invert, sample
-from bebop.spec.emit import keep_until_stop
-from bebop.spec.random import Purpose, Streams, Uniforms
-from bebop.spec.rules import acceptance_ratio, overlap, residual, residual_without
-from bebop.spec.sampling import token_logprobs, warp
+from bebop.spec.chain import ChainResult, verify_chain
+from bebop.spec.distributions import acceptance_ratio, residual
+from bebop.spec.random import StreamId, Streams, Uniforms, invert, sample
+from bebop.spec.rules import RULES, ChainRule, DraftScores, Tests
+from bebop.spec.sampling import SamplingFilters, apply_sampling
 from bebop.spec.tree.expect import expected_accepted
 from bebop.spec.tree.grow import Frontier, TreeGrower, grow_tree
 from bebop.spec.tree.spec import DraftTree, TreeBatch, TreeResult, TreeSpec
 from bebop.spec.tree.verify import TreesResult, verify_tree, verify_trees
 
 __all__ = [
+    "RULES",
     "ChainResult",
+    "ChainRule",
+    "DraftScores",
     "DraftTree",
     "Frontier",
-    "Purpose",
-    "Rule",
-    "Sampler",
+    "SamplingFilters",
+    "StreamId",
     "Streams",
+    "Tests",
     "TreeBatch",
     "TreeGrower",
     "TreeResult",
@@ -30,18 +32,13 @@ __all__ = [
     "TreesResult",
     "Uniforms",
     "acceptance_ratio",
+    "apply_sampling",
     "expected_accepted",
     "grow_tree",
-    "gumbel_max",
     "invert",
-    "keep_until_stop",
-    "overlap",
     "residual",
-    "residual_without",
     "sample",
-    "token_logprobs",
     "verify_chain",
     "verify_tree",
     "verify_trees",
-    "warp",
 ]

@@ -1,27 +1,23 @@
-"""Verify a batch of draft chains so that what is emitted is distributed exactly as the target.
+"""Verify a batch of draft chains so that the emitted tokens are distributed exactly as the target.
 
-Rules, formulas and sources: bebop.spec.rules. Accept is `u q(y) < p(y)`, strict, since u may be exactly 0 and a token
-with p(y) = 0 must never be accepted. After all drafts of a row were accepted, the bonus token comes from the target
-distribution behind the last draft, position gamma + 1.
+Rules, formulas and sources: bebop.spec.rules. A test passes if `u * scale < mass`, strictly: u may be exactly 0, and a
+token with p(y) = 0 must never be accepted. If all drafts of a row are accepted, the bonus token comes from the target
+distribution after the last draft, position gamma + 1.
 
 Legend: B requests, K longest draft of the batch, V vocabulary. Request b has gamma_b <= K drafts, then -1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from bebop.errors import BadInput
-from bebop.spec import rules
-from bebop.spec.draws import Sampler, sample
-from bebop.spec.random import Purpose, Streams, Uniforms
+from bebop.spec.random import StreamId, Streams, Uniforms, sample
+from bebop.spec.rules import RULES, ChainRule
 
-Rule = Literal["rejection", "target_only", "block"]
 NO_TOKEN = -1
 SUM_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of a distribution's sum from 1; half types: 2e-2
 
@@ -39,146 +35,112 @@ def verify_chain(
     draft_probs: Tensor | None,
     draft_tokens: Tensor,
     *,
-    rule: Rule = "rejection",
+    rule: str = "rejection",
     generator: torch.Generator | None = None,
     draws: Uniforms | None = None,
-    sampler: Sampler = "inversion",
-    request_ids: Sequence[str] | None = None,
 ) -> ChainResult:
-    """Accept a prefix of each draft and emit one token more.
+    """Accept a prefix of each draft and emit one more token.
 
     target_probs [B, K+1, V]: the target at the sampling temperature; [b, i] follows i drafts.
-    draft_probs [B, K, V]: what each draft token was sampled from, filters included; for target_only, whose draft is
-        deterministic, None (else unread).
+    draft_probs [B, K, V]: the distribution that each draft token was sampled from, filters included. A rule for argmax
+        drafts (target_only) does not read it; it may be None there.
     draft_tokens long [B, K]: -1 from the first position without a draft on.
+    rule: a name in RULES.
     draws: the requests' own random streams in this round (Streams); they fix a request's tokens in any batch. None:
-        fresh streams seeded from generator. The drafts come from the same streams' numbers for Purpose.DRAFT, or from
-        another source, never from the numbers used here; one noise stream for both biases the output.
-    sampler: how the final token is drawn from its distribution.
-    request_ids: names for error messages.
+        fresh streams seeded from generator. The drafts come from the same streams' StreamId.DRAFT numbers, or from
+        another source, never from the numbers used here: one noise stream for both biases the output.
 
-    Raises ValueError, naming the argument: shapes, ids outside [0, V), a draft behind a -1, rows that are no
-    distributions (request and position named), rejection or block without draft_probs.
+    Raises ValueError, naming the argument: shapes, ids outside [0, V), a draft after a -1, rows that are not
+    distributions (row and position named), a rule for sampled drafts without draft_probs.
     """
-    _check_shapes(target_probs, draft_probs, draft_tokens, rule, request_ids)
+    verifier = RULES.lookup(rule, key="rule")
+    _check_shapes(target_probs, draft_probs, draft_tokens, verifier)
     has_draft = draft_tokens != NO_TOKEN  # [B, K]
     num_drafts = has_draft.sum(1)  # [B]
-    _check_values(target_probs, draft_probs, draft_tokens, has_draft, num_drafts, rule, request_ids)
+    if verifier.draft == "argmax":
+        draft_probs = None
+    _check_values(target_probs, draft_probs, draft_tokens, has_draft, num_drafts)
 
     dtype = torch.float64 if target_probs.dtype == torch.float64 else torch.float32
     target = target_probs.to(dtype)
-    draft = None if rule == "target_only" or draft_probs is None else draft_probs.to(dtype)
-    token = draft_tokens.long().clamp(min=0)  # -1 is never an index
-    p = target[:, :-1].gather(-1, token.unsqueeze(-1)).squeeze(-1)  # [B, K] p(y)
-    q = torch.ones_like(p) if draft is None else draft.gather(-1, token.unsqueeze(-1)).squeeze(-1)
-    draws = draws or Streams.from_generator(generator, p.shape[0], p.device)
-    u = draws.uniforms(Purpose.ACCEPT, torch.arange(p.shape[1], device=p.device).unsqueeze(0))
-
-    weight = target.new_ones(target.shape[0])
-    if rule == "block":
-        num_accepted, weight = _accept_block(target, draft, p, q, u, has_draft, num_drafts)
+    draft = None if draft_probs is None else draft_probs.to(dtype)
+    tokens = draft_tokens.long().clamp(min=0)  # -1 is never an index
+    batch, depth = tokens.shape
+    draws = draws or Streams.from_generator(generator, batch, tokens.device)
+    if depth == 0:
+        num_accepted, final = num_drafts, target[:, 0]
     else:
-        accepted = has_draft & (u * q.double() < p.double())
-        num_accepted = accepted.long().cumprod(1).sum(1)
-
-    final = _final_distribution(target, draft, token, num_accepted, num_drafts, weight)
-    emitted = sample(final, draws, Purpose.FINAL, num_accepted, sampler)
-    position = torch.arange(target.shape[1], device=token.device)
-    padded = torch.cat([token, token.new_zeros(token.shape[0], 1)], dim=1)
-    tokens = torch.where(position < num_accepted.unsqueeze(1), padded, NO_TOKEN)
-    return ChainResult(tokens.scatter(1, num_accepted.unsqueeze(1), emitted.unsqueeze(1)), num_accepted)
+        num_accepted, final = _accept(verifier, target, draft, tokens, has_draft, num_drafts, draws)
+    emitted = sample(final, draws, StreamId.FINAL, num_accepted)
+    position = torch.arange(depth + 1, device=tokens.device)
+    padded = torch.cat([tokens, tokens.new_zeros(batch, 1)], dim=1)
+    kept = torch.where(position < num_accepted.unsqueeze(1), padded, NO_TOKEN)
+    return ChainResult(kept.scatter(1, num_accepted.unsqueeze(1), emitted.unsqueeze(1)), num_accepted)
 
 
-def _accept_block(
-    target: Tensor, draft: Tensor, p: Tensor, q: Tensor, u: Tensor, has_draft: Tensor, num_drafts: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Drafts accepted [B], and the weight w at that prefix [B]: the last prefix whose own test passes."""
-    weight = torch.ones_like(target[:, 0, 0])
-    num_accepted, weight_there = torch.zeros_like(num_drafts), weight
-    for i in range(1, p.shape[1] + 1):
-        weight = rules.block_weight(weight, p[:, i - 1], q[:, i - 1])
-        accept_with = weight
-        if i < p.shape[1]:
-            is_last = num_drafts == i
-            accept_with = torch.where(is_last, weight, rules.block_acceptance(weight, target[:, i], draft[:, i]))
-        accepted = has_draft[:, i - 1] & (u[:, i - 1] < accept_with)
-        num_accepted = torch.where(accepted, i, num_accepted)
-        weight_there = torch.where(accepted, weight, weight_there)
-    return num_accepted, weight_there
-
-
-def _final_distribution(
-    target: Tensor, draft: Tensor | None, token: Tensor, num_accepted: Tensor, num_drafts: Tensor, weight: Tensor
-) -> Tensor:
-    """[B, V] of the token behind the accepted prefix: the target where no draft was left, else the rule's residual."""
-    row = torch.arange(target.shape[0], device=target.device)
-    bonus = target[row, num_accepted]
-    if token.shape[1] == 0:
-        return bonus
-    at = num_accepted.clamp(max=token.shape[1] - 1)
-    if draft is None:
-        rejected = rules.residual_without(bonus, token[row, at])
-    else:
-        rejected = rules.residual(bonus, draft[row, at], weight)
-    return torch.where((num_accepted < num_drafts).unsqueeze(1), rejected, bonus)
-
-
-def _check_shapes(
-    target: Tensor, draft: Tensor | None, token: Tensor, rule: str, request_ids: Sequence[str] | None
-) -> None:
-    if rule not in get_args(Rule):
-        raise BadInput(f"rule={rule!r}: expected one of {', '.join(get_args(Rule))}")
-    if token.ndim != 2 or token.dtype not in (torch.int64, torch.int32):
-        raise BadInput(f"draft_tokens: {token.dtype} {list(token.shape)} came, expected integers [B, K]")
-    batch, depth = token.shape
-    fits = target.ndim == 3 and target.shape[:2] == (batch, depth + 1) and target.shape[2] > 0
-    if not fits or not target.is_floating_point():
-        came = f"{target.dtype} {list(target.shape)}"
-        raise BadInput(f"target_probs: {came} came, expected floats [B, K+1, V] = [{batch}, {depth + 1}, V]")
-    if draft is None:
-        if rule != "target_only":
-            raise BadInput(f"draft_probs: None came with rule={rule}, expected the distribution of every draft token")
-    elif not draft.is_floating_point() or draft.shape != (batch, depth, target.shape[2]):
-        came = f"{draft.dtype} {list(draft.shape)}"
-        raise BadInput(f"draft_probs: {came} came, expected floats [B, K, V] = {[batch, depth, target.shape[2]]}")
-    if request_ids is not None and len(request_ids) != batch:
-        raise BadInput(f"request_ids: {len(request_ids)} names came, expected one for each of {batch} rows")
-
-
-def _check_values(
+def _accept(
+    rule: ChainRule,
     target: Tensor,
     draft: Tensor | None,
-    token: Tensor,
+    tokens: Tensor,
     has_draft: Tensor,
     num_drafts: Tensor,
-    rule: str,
-    request_ids: Sequence[str] | None,
-) -> None:
-    def where(bad: Tensor) -> tuple[int, int, str]:
+    draws: Uniforms,
+) -> tuple[Tensor, Tensor]:
+    """Drafts accepted [B], and the distribution [B, V] of the token after them."""
+    depth = tokens.shape[1]
+    u = draws.uniforms(StreamId.ACCEPT, torch.arange(depth, device=tokens.device).unsqueeze(0))
+    tests = rule.tests(target, draft, tokens, num_drafts)
+    num_accepted = rule.num_accepted(has_draft & (u * tests.scale.double() < tests.mass.double()))
+    row = torch.arange(len(target), device=target.device)
+    after = target[row, num_accepted]
+    at = num_accepted.clamp(max=depth - 1)
+    drafted = None if draft is None else draft[row, at]
+    rejected = rule.after_rejection(after, drafted, tokens[row, at], tests.weight[row, num_accepted])
+    return num_accepted, torch.where((num_accepted < num_drafts).unsqueeze(1), rejected, after)
+
+
+def _check_shapes(target: Tensor, draft: Tensor | None, tokens: Tensor, rule: ChainRule) -> None:
+    if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
+        raise BadInput(f"draft_tokens: got {tokens.dtype} {list(tokens.shape)}, expected integers [B, K]")
+    batch, depth = tokens.shape
+    fits = target.ndim == 3 and target.shape[:2] == (batch, depth + 1) and target.shape[2] > 0
+    if not fits or not target.is_floating_point():
+        got = f"{target.dtype} {list(target.shape)}"
+        raise BadInput(f"target_probs: got {got}, expected floats [B, K+1, V] = [{batch}, {depth + 1}, V]")
+    if draft is None:
+        if rule.draft == "sampled":
+            raise BadInput(
+                f"draft_probs: got None with rule={rule.name}, expected the distribution of every draft token"
+            )
+    elif not draft.is_floating_point() or draft.shape != (batch, depth, target.shape[2]):
+        got = f"{draft.dtype} {list(draft.shape)}"
+        raise BadInput(f"draft_probs: got {got}, expected floats [B, K, V] = {[batch, depth, target.shape[2]]}")
+
+
+def _check_values(target: Tensor, draft: Tensor | None, tokens: Tensor, has_draft: Tensor, num_drafts: Tensor) -> None:
+    def first(bad: Tensor) -> tuple[int, int, str]:
         row, position = (int(i) for i in bad.nonzero()[0])
-        name = "" if request_ids is None else f", request {request_ids[row]!r}"
-        return row, position, f"row {row}{name}, position {position}"
+        return row, position, f"row {row}, position {position}"
 
     vocabulary = target.shape[2]
-    outside = (token < NO_TOKEN) | (token >= vocabulary)
+    outside = (tokens < NO_TOKEN) | (tokens >= vocabulary)
     if outside.any():
-        row, position, place = where(outside)
-        raise BadInput(f"draft_tokens: {int(token[row, position])} came ({place}), expected -1 or in [0, {vocabulary})")
-    position_of = torch.arange(token.shape[1], device=token.device)
-    gap = has_draft & (position_of >= num_drafts.unsqueeze(1))
+        row, position, place = first(outside)
+        raise BadInput(f"draft_tokens: got {int(tokens[row, position])} ({place}), expected -1 or in [0, {vocabulary})")
+    gap = has_draft & (torch.arange(tokens.shape[1], device=tokens.device) >= num_drafts.unsqueeze(1))
     if gap.any():
-        raise BadInput(f"draft_tokens: a draft came behind a -1 ({where(gap)[2]}), expected -1 only at a row's end")
-    used = torch.arange(target.shape[1], device=token.device) <= num_drafts.unsqueeze(1)
-    checked = [("target_probs", target, used)]
-    if draft is not None and rule != "target_only":
-        checked.append(("draft_probs", draft, has_draft))
-    for name, probs, rows in checked:
+        raise BadInput(f"draft_tokens: got a draft after a -1 ({first(gap)[2]}), expected -1 only at a row's end")
+    used = torch.arange(target.shape[1], device=tokens.device) <= num_drafts.unsqueeze(1)
+    for name, probs, rows in (("target_probs", target, used), ("draft_probs", draft, has_draft)):
+        if probs is None:
+            continue
         total = probs.sum(-1, dtype=torch.float64 if probs.dtype == torch.float64 else torch.float32)
         good = (total - 1.0).abs() <= SUM_TOLERANCE.get(probs.dtype, 2e-2)  # NaN compares false
         bad = rows & ~(good & (probs >= 0).all(-1))
         if bad.any():
-            row, position, place = where(bad)
-            came = "NaN" if probs[row, position].isnan().any() else f"sum {float(total[row, position]):.6g}"
+            row, position, place = first(bad)
+            got = "NaN" if probs[row, position].isnan().any() else f"sum {float(total[row, position]):.6g}"
             if (probs[row, position] < 0).any():
-                came = f"smallest value {float(probs[row, position].min()):.3g}"
-            raise BadInput(f"{name}: {came} came ({place}), expected a distribution: values >= 0 that sum to 1")
+                got = f"smallest value {float(probs[row, position].min()):.3g}"
+            raise BadInput(f"{name}: got {got} ({place}), expected a distribution: values >= 0 that sum to 1")

@@ -1,16 +1,16 @@
-"""Independent uniform random numbers per request, round and purpose, addressed instead of drawn in turn.
+"""Independent uniform random numbers per request, round and stream, and draws from them.
 
-A number is a pure function of where it is used, so a request gets the same tokens alone, in any batch and in any
-order. The function is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"):
+A number is a pure function of its address, so a request gets the same tokens alone, in any batch and in any order. The
+function is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"):
 
     key      the request's seed, 64 bits
-    counter  (position, purpose and depth, row, item), 32 bits each
+    counter  (position, stream and depth, row, 0), 32 bits each
     uniform  53 of the first 64 output bits, times 2^-53: in [0, 1)
 
 position is the request's number of tokens at the start of the round, the same for all draws of the round; depth counts
-within the round. Addressing by the token's own position instead (position + depth) would hand a rejected draft's number
-to the next round. Where what is accepted depends on later drafts (block verification, a pruned tree) that number is no
-longer uniform by then, and the output is biased.
+within the round. Addressing by the token's own position instead (position + depth) would give a rejected draft's number
+to the next round. Where the number of accepted drafts depends on later drafts (block verification, a pruned tree), that
+number is no longer uniform by then, and the output is biased.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-MAX_DEPTH = 1 << 24  # depths of one purpose; the purpose counts above them
+MAX_DEPTH = 1 << 24  # depths of one stream; the stream's number counts above them
 
 
-class Purpose(IntEnum):
-    """What a number decides. Two purposes never share one: a shared stream biases the output."""
+class StreamId(IntEnum):
+    """What a number decides. Two streams never share a number: a shared one biases the output."""
 
     DRAFT = 0  # a draft token, or a tree's probe
     ACCEPT = 1
     LEAD = 2  # RRSw's draw among the leads
-    FINAL = 3  # the token behind what was accepted; every token of plain decoding
+    FINAL = 3  # the token after the accepted ones; every token of plain decoding
 
 
 class Uniforms(Protocol):
     """Where the rules take their random numbers from: Streams, or fixed numbers in a proof."""
 
-    def uniforms(
-        self, purpose: Purpose, depth: int | Tensor, *, rows: int | None = None, items: int | None = None
-    ) -> Tensor: ...
+    def uniforms(self, stream: StreamId, depth: int | Tensor, *, rows: int | None = None) -> Tensor:
+        """float64 in [0, 1), see Streams."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ class Streams:
         for name in ("seeds", "positions"):
             value = getattr(self, name)
             if value.dtype != torch.int64 or value.shape != self.seeds.shape or value.ndim != 1:
-                came = f"{value.dtype} {list(value.shape)}"
-                raise BadInput(f"{name}: {came} came, expected int64 [B], B = {self.seeds.shape[0]}")
+                got = f"{value.dtype} {list(value.shape)}"
+                raise BadInput(f"{name}: got {got}, expected int64 [B], B = {self.seeds.shape[0]}")
 
     @classmethod
     def from_generator(
@@ -71,31 +70,27 @@ class Streams:
         seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator, device=where).to(device or where)
         return cls(seeds, torch.zeros_like(seeds))
 
-    def uniforms(
-        self, purpose: Purpose, depth: int | Tensor, *, rows: int | None = None, items: int | None = None
-    ) -> Tensor:
-        """float64 in [0, 1) of shape [B, *depth.shape[1:], rows?, items?].
+    def uniforms(self, stream: StreamId, depth: int | Tensor, *, rows: int | None = None) -> Tensor:
+        """float64 in [0, 1) of shape [B, *depth.shape[1:], rows?].
 
-        depth: one number; or long [B] or [B or 1, ...], a depth per request. rows, items: add an axis of that length,
-        items the last; they count draws of one purpose and depth (a frontier's nodes; the vocabulary).
+        depth: one number; or long [B] or [B or 1, ...], a depth per request. rows: add a last axis of that length; it
+        counts draws of one stream and depth, such as one for each node of a frontier.
         """
-        axes = [n for n in (rows, items) if n is not None]
         depth = torch.as_tensor(depth, device=self.seeds.device)
-        lead = max(depth.ndim, 1)
+        extra = 0 if rows is None else 1
 
-        def broadcast(value: Tensor, ahead: int) -> Tensor:
-            return value.reshape(value.shape + (1,) * (ahead + len(axes)))
+        def broadcast(value: Tensor, axes: int) -> Tensor:
+            return value.reshape(value.shape + (1,) * (axes + extra))
 
-        position, seed = (broadcast(value, lead - 1) for value in (self.positions, self.seeds))
-        counter = [position & _MASK, broadcast(depth, 0) + int(purpose) * MAX_DEPTH]
-        count = torch.arange(max(axes, default=1), device=self.seeds.device)
-        counter.append(count[:rows].reshape((rows,) + (1,) * (items is not None)) if rows is not None else position * 0)
-        counter.append(count[:items] if items is not None else position * 0)
-        words = philox(torch.broadcast_tensors(*counter), (seed & _MASK, (seed >> 32) & _MASK))
+        position, seed = (broadcast(value, max(depth.ndim, 1) - 1) for value in (self.positions, self.seeds))
+        zero = position * 0
+        row = zero if rows is None else torch.arange(rows, device=self.seeds.device)
+        counter = (position & _MASK, broadcast(depth, 0) + int(stream) * MAX_DEPTH, row, zero)
+        words = philox(counter, (seed & _MASK, (seed >> 32) & _MASK))
         return ((words[0] >> 5) * 2**26 + (words[1] >> 6)).double() * 2.0**-53
 
 
-def philox(counter: tuple[Tensor, ...] | list[Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Philox4x32-10: four and two int64 tensors of 32-bit words -> four. int64 products wrap, as they should."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -109,3 +104,22 @@ def philox(counter: tuple[Tensor, ...] | list[Tensor], key: tuple[Tensor, Tensor
         )
         k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK, (k1 + _KEY_STEPS[1]) & _MASK
     return c0, c1, c2, c3
+
+
+def invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The first id whose CDF exceeds u * sum. weights [..., V] >= 0, uniform [...] in [0, 1) -> long [...].
+
+    Ids are drawn in proportion to their weights; an id of weight 0 is never returned. Summed in float64. A row without
+    weight gives V - 1, for the caller to discard.
+    """
+    cdf = weights.double().cumsum(-1)
+    total = cdf[..., -1:]
+    # u * sum may round up to the sum itself; one step below it is still inside the last id that has weight
+    threshold = torch.minimum(uniform.double().unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cdf, threshold, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
+
+
+def sample(weights: Tensor, draws: Uniforms, stream: StreamId, depth: int | Tensor) -> Tensor:
+    """One id per row of weights [B, V] or [B, W, V] -> long [B] or [B, W]; each row has a number of its own."""
+    rows = weights.shape[1] if weights.ndim == 3 else None
+    return invert(weights, draws.uniforms(stream, depth, rows=rows))

@@ -12,7 +12,7 @@ from bebop.cli import compose, main
 from bebop.config import COMMANDS, check, check_depth
 from bebop.config.overrides import Arguments, parse
 from bebop.errors import BebopError, ConfigError
-from bebop.spec.sampling import warp
+from bebop.spec.sampling import apply_sampling
 
 
 def composed(command: str, *words: str) -> dict:
@@ -91,7 +91,7 @@ def test_a_refusal_is_one_line(tmp_path, capsys):
     with pytest.raises(BebopError):
         check_depth(composed_rollout(), 1, "sft.depth")
     with pytest.raises(BebopError):
-        warp(torch.zeros(2, 4), temperature=-1.0)
+        apply_sampling(torch.zeros(2, 4), temperature=-1.0)
 
 
 def test_a_fault_keeps_its_traceback(tmp_path, monkeypatch):

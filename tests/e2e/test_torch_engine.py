@@ -17,7 +17,7 @@ from bebop.errors import EngineDied, EngineError, EngineRefused
 from bebop.mtp import checkpoint_checksums, checksum
 from bebop.policies import random_checkpoint
 from bebop.records import DraftCounts, Sampling
-from bebop.spec import warp
+from bebop.spec import apply_sampling
 
 pytestmark = pytest.mark.e2e
 
@@ -88,7 +88,10 @@ def p_value(engine, wanted, temperature, num, **filters):
 
 
 def warped_joint(policy, temperature, filters):
-    parts = [warp(part.log(), temperature=temperature, **filters) for part in exact.conditionals(policy, PROMPT, 1.0)]
+    parts = [
+        apply_sampling(part.log(), temperature=temperature, **filters)
+        for part in exact.conditionals(policy, PROMPT, 1.0)
+    ]
     return (parts[0][:, None, None] * parts[1][:, :, None] * parts[2]).numpy()
 
 

@@ -1,7 +1,7 @@
 """The exact law of what draft trees emit, in float64, by driving bebop.spec's own growing and verifying.
 
 Every probe draw is enumerated: each assignment of tokens to the probes becomes one row of a batch, its uniform numbers
-put into the middle of the tokens' CDF intervals. So is every choice at every node: accept, reject and each token behind
+put into the middle of the tokens' CDF intervals. So is every choice at every node: accept, reject and each token after
 it. verify_trees then runs once on all of them, and what it emits gets the mass of its branch.
 
 Legend: A assignments, N nodes, D depth, V vocabulary. A text of n tokens is written as one number in base V.
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from bebop.spec import TreeBatch, TreeGrower, TreeSpec, verify_trees
-from bebop.spec.random import Purpose
+from bebop.spec.random import StreamId
 from bebop.spec.tree.verify import child_with_token, node_law
 
 
 @dataclass(frozen=True)
 class Model:
-    """draft[d] logits and target[d] probabilities [V^d, V] behind every text of d tokens; D and D + 1 tables."""
+    """draft[d] logits and target[d] probabilities [V^d, V] after every text of d tokens; D and D + 1 tables."""
 
     draft: list[Tensor]
     target: list[Tensor]
@@ -60,17 +60,17 @@ class Law:
 
 @dataclass(frozen=True)
 class Fixed:
-    """Given uniform numbers: one tensor per purpose, depth along the last axis or in a list."""
+    """Given uniform numbers: one tensor per stream, depth along the last axis or in a list."""
 
-    numbers: dict[Purpose, list[Tensor] | dict[int, Tensor]]
+    numbers: dict[StreamId, list[Tensor] | dict[int, Tensor]]
 
-    def uniforms(self, purpose: Purpose, depth: int, *, rows: int | None = None, items: int | None = None) -> Tensor:
-        return self.numbers[purpose][depth]
+    def uniforms(self, stream: StreamId, depth: int, *, rows: int | None = None) -> Tensor:
+        return self.numbers[stream][depth]
 
 
 def grow(model: Model, spec: TreeSpec, uniforms: dict[int, Tensor], temperature: float, levels: int) -> tuple:
     """A grower with `levels` levels below the root, and the texts of its frontier, [A, W]."""
-    grower = TreeGrower(spec, Fixed({Purpose.DRAFT: uniforms}), temperature=temperature)
+    grower = TreeGrower(spec, Fixed({StreamId.DRAFT: uniforms}), temperature=temperature)
     texts = torch.zeros(len(uniforms[0]) if uniforms else 1, 1, dtype=torch.long)
     for level in range(levels):
         grower.expand(model.draft[level][texts])
@@ -104,21 +104,17 @@ def all_trees(model: Model, spec: TreeSpec, temperature: float) -> tuple[TreeBat
         law = probe_law(model.draft[level][texts], spec, temperature) * valid.unsqueeze(-1)
         if spec.method == "topk":
             law = law * 0
-        rows = torch.arange(len(mass))
-        for number in range(spec.probes):
-            law = law / torch.where(law.sum(-1, keepdim=True) > 0, law.sum(-1, keepdim=True), 1.0)
-            chosen = torch.empty(len(rows), 0, dtype=torch.float64)
-            for node in range(law.shape[1]):
-                there = law[:, node].clone()
-                there[:, 0] += there.sum(-1) == 0  # no draw: one branch of probability 1
-                branch, rank = (there > 0).nonzero(as_tuple=True)
-                probability = there[branch, rank]
-                middle = there[branch].cumsum(-1)[torch.arange(len(branch)), rank] - probability / 2
-                chosen, mass = torch.cat([chosen[branch], middle.unsqueeze(1)], dim=1), mass[branch] * probability
-                rows, law = rows[branch], law[branch]
-                uniforms = {address: u[branch] for address, u in uniforms.items()}
-                law[torch.arange(len(rows)), node, rank] = 0.0
-            uniforms[level + number * spec.depth] = chosen
+        chosen = torch.empty(len(mass), 0, dtype=torch.float64)
+        for node in range(law.shape[1]):
+            there = law[:, node].clone()
+            there[:, 0] += there.sum(-1) == 0  # no draw: one branch of probability 1
+            branch, rank = (there > 0).nonzero(as_tuple=True)
+            probability = there[branch, rank]
+            middle = there[branch].cumsum(-1)[torch.arange(len(branch)), rank] - probability / 2
+            chosen, mass = torch.cat([chosen[branch], middle.unsqueeze(1)], dim=1), mass[branch] * probability
+            law = law[branch]
+            uniforms = {address: u[branch] for address, u in uniforms.items()}
+        uniforms[level] = chosen
     grower, _ = grow(model, spec, uniforms, temperature, spec.depth)
     trees = grower.finish()
     if len(trees.tokens) != len(mass):  # nothing depends on a draw
@@ -127,7 +123,7 @@ def all_trees(model: Model, spec: TreeSpec, temperature: float) -> tuple[TreeBat
 
 
 def target_rows(model: Model, trees: TreeBatch) -> Tensor:
-    """[A, N+1, V]: the target behind the root and behind every node."""
+    """[A, N+1, V]: the target after the root and after every node."""
     num = trees.tokens.shape[1]
     texts = torch.zeros(len(trees.tokens), num + 1, dtype=torch.long)
     rows = torch.zeros(*texts.shape, model.vocabulary, dtype=torch.float64)
@@ -149,32 +145,28 @@ def emitted_law(model: Model, spec: TreeSpec, *, temperature: float = 1.0) -> La
     trees, mass = all_trees(model, spec, temperature)
     targets = target_rows(model, trees)
     tree, at = torch.arange(len(mass)), torch.zeros(len(mass), dtype=torch.long)
-    numbers = {purpose: torch.empty(len(mass), 0, dtype=torch.float64) for purpose in Purpose}
-    numbers[Purpose.ACCEPT] = torch.empty(len(mass), 0, spec.probes, dtype=torch.float64)
-    done: list[tuple[Tensor, Tensor, dict[Purpose, Tensor]]] = []
+    numbers = {stream: torch.empty(len(mass), 0, dtype=torch.float64) for stream in StreamId}
+    done: list[tuple[Tensor, Tensor, dict[StreamId, Tensor]]] = []
     for _ in range(spec.depth + 1):
         parts = _branches(select(trees, tree), at, targets[tree, at])
         came = torch.cat([branch for branch, *_ in parts])
         mass = mass[came] * torch.cat([chance for _, chance, *_ in parts])
-        drawn = {purpose: torch.cat([part[3][purpose] for part in parts]) for purpose in (*numbers,)}
-        numbers = {purpose: torch.cat([numbers[purpose][came], drawn[purpose].unsqueeze(1)], 1) for purpose in numbers}
+        drawn = {stream: torch.cat([part[3][stream] for part in parts]) for stream in (*numbers,)}
+        numbers = {stream: torch.cat([numbers[stream][came], drawn[stream].unsqueeze(1)], 1) for stream in numbers}
         tree, child = tree[came], torch.cat([part[2] for part in parts])
         ends = child < 0
-        done.append((tree[ends], mass[ends], {purpose: value[ends] for purpose, value in numbers.items()}))
-        numbers = {purpose: value[~ends] for purpose, value in numbers.items()}
+        done.append((tree[ends], mass[ends], {stream: value[ends] for stream, value in numbers.items()}))
+        numbers = {stream: value[~ends] for stream, value in numbers.items()}
         tree, mass, at = tree[~ends], mass[~ends], child[~ends] + 1
     if len(tree):
         raise AssertionError("a path goes on below the deepest level")
 
     tree, mass = torch.cat([part[0] for part in done]), torch.cat([part[1] for part in done])
     draws = {}
-    for purpose in numbers:
-        parts = [numbers_there[purpose] for _, _, numbers_there in done]
-        padded = [
-            torch.cat([part, part.new_zeros(len(part), spec.depth + 1 - part.shape[1], *part.shape[2:])], 1)
-            for part in parts
-        ]
-        draws[purpose] = list(torch.cat(padded).unbind(1))
+    for stream in numbers:
+        parts = [numbers_there[stream] for _, _, numbers_there in done]
+        padded = [torch.cat([part, part.new_zeros(len(part), spec.depth + 1 - part.shape[1])], 1) for part in parts]
+        draws[stream] = list(torch.cat(padded).unbind(1))
     result = verify_trees(select(trees, tree), lambda at: targets[tree, at], draws=Fixed(draws))
     emitted, texts = [], torch.zeros(len(tree), dtype=torch.long)
     for n in range(spec.depth + 1):
@@ -189,7 +181,7 @@ def emitted_law(model: Model, spec: TreeSpec, *, temperature: float = 1.0) -> La
 
 def _branches(
     trees: TreeBatch, at: Tensor, target: Tensor
-) -> list[tuple[Tensor, Tensor, Tensor, dict[Purpose, Tensor]]]:
+) -> list[tuple[Tensor, Tensor, Tensor, dict[StreamId, Tensor]]]:
     """Every outcome at a node of each row: (row, probability, child or -1, the numbers that lead there)."""
     law = node_law(trees, at, target)
     half = torch.full_like(target[:, 0], 0.5)
@@ -202,26 +194,23 @@ def _branches(
         row, token = (law.leads > 0).nonzero(as_tuple=True)
         child = child_with_token(select(trees, row), at[row], token)
         numbers = {
-            Purpose.LEAD: middle[row, token],
-            Purpose.ACCEPT: (1.0 + law.accept[row]) / 2,
-            Purpose.FINAL: half[row],
+            StreamId.LEAD: middle[row, token],
+            StreamId.ACCEPT: (1.0 + law.accept[row]) / 2,
+            StreamId.FINAL: half[row],
         }
         parts.append((row, law.leads[row, token], child, numbers))
         not_lead = torch.where((target * (law.leads == 0)).sum(-1) > 0, not_lead, 0.0)
-    rejected, accepts = not_lead, (1.0 + law.accept) / 2  # numbers that reject every probe
-    for number, accept in enumerate(law.accept.unbind(1)):
-        row = ((accept > 0) & (rejected > 0)).nonzero().squeeze(1)
-        this = accepts[row].clone()
-        this[:, number] = accept[row] / 2
-        numbers = {Purpose.LEAD: lead_number[row], Purpose.ACCEPT: this, Purpose.FINAL: half[row]}
-        parts.append((row, (rejected * accept)[row], law.probes[row, number], numbers))
-        rejected = rejected * (1.0 - accept)
+    accept, rejects = law.accept, (1.0 + law.accept) / 2  # a number that rejects the probe
+    row = ((accept > 0) & (not_lead > 0)).nonzero().squeeze(1)
+    numbers = {StreamId.LEAD: lead_number[row], StreamId.ACCEPT: accept[row] / 2, StreamId.FINAL: half[row]}
+    parts.append((row, (not_lead * accept)[row], law.probe[row], numbers))
+    rejected = not_lead * (1.0 - accept)
     row, token = ((law.residual > 0) & (rejected > 0).unsqueeze(1)).nonzero(as_tuple=True)
     middle = law.residual.cumsum(-1) - law.residual / 2
     child = child_with_token(select(trees, row), at[row], token)
-    numbers = {Purpose.LEAD: lead_number[row], Purpose.ACCEPT: accepts[row], Purpose.FINAL: middle[row, token]}
+    numbers = {StreamId.LEAD: lead_number[row], StreamId.ACCEPT: rejects[row], StreamId.FINAL: middle[row, token]}
     parts.append((row, rejected[row] * law.residual[row, token], child, numbers))
-    return [(row, chance, child, {Purpose.DRAFT: half[row], **numbers}) for row, chance, child, numbers in parts]
+    return [(row, chance, child, {StreamId.DRAFT: half[row], **numbers}) for row, chance, child, numbers in parts]
 
 
 def random_model(vocabulary: int, depth: int, seed: int, draft: str = "dense", target: str = "dense") -> Model:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tree_oracle import Law, Model, all_trees, emitted_law, random_model, target_rows
 
-from bebop.spec import TreeSpec, expected_accepted, rules
+from bebop.spec import TreeSpec, distributions, expected_accepted
 from bebop.spec.tree import grow as tree_grow
 
 EXACT = 1e-12
@@ -61,27 +61,6 @@ def test_random_trees_leave_the_target_unchanged(part):
         assert law.total_variation <= EXACT, (spec, kinds, law.total_variation)
 
 
-@pytest.mark.parametrize("draft", ["dense", "ties", "zeros", "one_hot"])
-@pytest.mark.parametrize("method", ["rheo", "rrsw"])
-def test_two_probes_per_node_leave_the_target_unchanged(method, draft):
-    """Drawn without replacement and judged in turn, each against what was left of draft and target."""
-    for seed, (vocabulary, depth, width, budget, leads) in enumerate(
-        [
-            (5, 1, 4, 4, 1),
-            (5, 1, 4, 2, 1),
-            (4, 2, 2, 4, 0),
-            (4, 2, 3, 5, 1),
-            (3, 2, 3, 6, 1),
-            (6, 1, 5, 4, 2),
-            (5, 1, 3, 3, 0),
-        ]
-    ):
-        for target in ("dense", "zeros"):
-            spec = TreeSpec(method, width, depth, budget, leads, probes=2)
-            law = emitted_law(random_model(vocabulary, depth, seed, draft, target), spec, temperature=0.8)
-            assert law.total_variation <= EXACT, (spec, law.total_variation)
-
-
 def test_enumerated_trees_are_of_all_kinds():
     """The cases above would prove little if probes were never pruned, kept, or expanded."""
     trees, mass = all_trees(random_model(4, 3, 2), TreeSpec("rheo", 3, 3, 9, 1), 1.0)
@@ -104,7 +83,7 @@ def test_node_acceptance_is_the_theorems():
             for n in range(leads + 1, 6):
                 tail = torch.where(torch.arange(6) < leads, 0.0, q_ranked)
                 qt = tail / tail.sum()
-                r = rules.residual(p_ranked, qt)
+                r = distributions.residual(p_ranked, qt)
                 expected = p_ranked[: n - 1].sum() + torch.minimum(p_ranked, qt)[n - 1 :].sum()
                 expected += r[n - 1] * (qt - p_ranked).clamp(min=0)[: n - 1].sum()
                 for spec in (TreeSpec("rheo", n, 1, n, leads), TreeSpec("rheo", 6, 1, n, leads)):
@@ -112,7 +91,7 @@ def test_node_acceptance_is_the_theorems():
                     assert found == pytest.approx(float(expected), abs=1e-12)
                 topk = emitted_law(model, TreeSpec("topk", 6, 1, n)).root_acceptance
                 assert topk == pytest.approx(float(p_ranked[:n].sum()), abs=1e-12)
-                if leads:  # its probe pruned: the leads alone
+                if leads:  # its probe pruned: only the leads
                     alone = emitted_law(model, TreeSpec("rheo", 6, 1, leads, leads)).root_acceptance
                     assert alone == pytest.approx(float(p_ranked[:leads].sum()), abs=1e-12)
 
@@ -193,7 +172,7 @@ def test_fault_probe_ranked_by_its_own_q_shows(monkeypatch):
 
 def test_fault_siblings_judged_without_the_update_shows(monkeypatch):
     """After a rejected probe p itself instead of norm(max(0, p - qt)): on the check vector [.4, .4, .2] or the like."""
-    monkeypatch.setattr(rules, "residual", lambda target, draft, weight=1.0: target)
+    monkeypatch.setattr(distributions, "residual", lambda target, draft, weight=1.0: target)
     assert worst(TreeSpec("rheo", 3, 2, 6, 1)).total_variation > 1e-3
     assert emitted_law(one_level(P, Q), TreeSpec("rheo", 2, 1, 2, 0)).total_variation > 1e-3
 
@@ -210,15 +189,14 @@ def test_fault_probe_judged_by_q_instead_of_q_over_z_shows(monkeypatch):
     assert worst(TreeSpec("rheo", 3, 2, 6, 1)).total_variation > 1e-3
 
 
-@pytest.mark.parametrize("probes", [1, 2])
-def test_expected_acceptance_of_trees_averages_to_the_acceptance_length(probes):
+def test_expected_acceptance_of_trees_averages_to_the_acceptance_length():
     """Over every tree that can be drafted, with its probability; per depth it never rises."""
     for number, (method, leads) in enumerate(RULES):
-        if leads > 3 - probes or (probes > 1 and method == "topk"):
+        if leads > 2:
             continue
         for seed, (draft, target) in enumerate([("dense", "dense"), ("ties", "zeros"), ("zeros", "dense")]):
             model = random_model(4, 2, 10 * number + seed, draft, target)
-            spec = TreeSpec(method, 3, 2, 5, leads, probes=probes)
+            spec = TreeSpec(method, 3, 2, 5, leads)
             trees, mass = all_trees(model, spec, 0.8)
             rows = target_rows(model, trees)
             per_depth = expected_accepted(trees, rows)

@@ -21,7 +21,7 @@ def uniform(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_sampled_draft_without_its_distribution_is_refused(rule):
     """Without q, acceptance on P, Q would be sum PQ = .28 instead of .60."""
-    with pytest.raises(ValueError, match=f"draft_probs: None came with rule={rule}"):
+    with pytest.raises(ValueError, match=f"draft_probs: got None with rule={rule}"):
         verify_chain(uniform(1, 2, 3), None, torch.zeros(1, 1, dtype=torch.long), rule=rule)
 
 
@@ -68,7 +68,7 @@ def test_row_without_drafts_emits_one_token_of_the_target(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_shorter_drafts_take_their_bonus_token_behind_their_own_last_draft(rule):
+def test_shorter_drafts_take_their_bonus_token_after_their_own_last_draft(rule):
     """Row 0 has 3 drafts, row 1 one: all accepted, and the bonus comes from position 4 and position 2."""
     target = torch.eye(5, dtype=torch.float64)[torch.tensor([[0, 1, 2, 3], [0, 4, 1, 1]])]
     drafts = torch.tensor([[0, 1, 2], [0, -1, -1]])
@@ -79,7 +79,7 @@ def test_shorter_drafts_take_their_bonus_token_behind_their_own_last_draft(rule)
 @pytest.mark.parametrize("rule", RULES)
 def test_token_without_mass_is_rejected_even_when_the_uniform_draw_is_0(rule):
     class Zeros:
-        def uniforms(self, purpose, depth, *, rows=None, items=None):
+        def uniforms(self, stream, depth, *, rows=None):
             return torch.zeros(torch.as_tensor(depth).shape, dtype=torch.float64)
 
     target = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]], dtype=torch.float64)
@@ -101,32 +101,31 @@ def test_no_draft_positions_at_all_is_plain_sampling():
     assert result.tokens.shape == (5, 1) and (result.tokens >= 0).all()
 
 
-def test_not_a_number_names_row_request_and_position():
+def test_not_a_number_names_row_and_position():
     target = uniform(3, 2, 4)
     target[1, 0] = math.nan
     drafts = torch.zeros(3, 1, dtype=torch.long)
-    message = r"target_probs: NaN came \(row 1, request 'b', position 0\), expected a distribution"
+    message = r"target_probs: got NaN \(row 1, position 0\), expected a distribution"
     with pytest.raises(ValueError, match=message):
-        verify_chain(target, uniform(3, 1, 4), drafts, request_ids=["a", "b", "c"])
-    with pytest.raises(ValueError, match=r"draft_probs: NaN came \(row 1, position 0\)"):
+        verify_chain(target, uniform(3, 1, 4), drafts)
+    with pytest.raises(ValueError, match=r"draft_probs: got NaN \(row 1, position 0\)"):
         verify_chain(uniform(3, 2, 4), target[:, :1], drafts)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rule": "greedy"}, "rule='greedy': expected one of rejection, target_only, block"),
-        ({"draft_tokens": torch.tensor([[4, 0], [0, 0]])}, r"draft_tokens: 4 came \(row 0, position 0\)"),
-        ({"draft_tokens": torch.tensor([[0, 0], [0, -2]])}, r"draft_tokens: -2 came \(row 1, position 1\)"),
-        ({"draft_tokens": torch.tensor([[0, 0], [-1, 2]])}, r"a draft came behind a -1 \(row 1, position 1\)"),
-        ({"draft_tokens": torch.zeros(2, 2)}, "draft_tokens: torch.float32"),
+        ({"rule": "greedy"}, "rule: got 'greedy', expected one of rejection, target_only, block"),
+        ({"draft_tokens": torch.tensor([[4, 0], [0, 0]])}, r"draft_tokens: got 4 \(row 0, position 0\)"),
+        ({"draft_tokens": torch.tensor([[0, 0], [0, -2]])}, r"draft_tokens: got -2 \(row 1, position 1\)"),
+        ({"draft_tokens": torch.tensor([[0, 0], [-1, 2]])}, r"got a draft after a -1 \(row 1, position 1\)"),
+        ({"draft_tokens": torch.zeros(2, 2)}, "draft_tokens: got torch.float32"),
         ({"draft_tokens": torch.zeros(2, dtype=torch.long)}, r"expected integers \[B, K\]"),
         ({"target_probs": uniform(2, 2, 4)}, r"target_probs: .* expected floats \[B, K\+1, V\] = \[2, 3, V\]"),
-        ({"target_probs": torch.zeros(2, 3, 4, dtype=torch.long)}, "target_probs: torch.int64"),
-        ({"target_probs": uniform(2, 3, 4) * 2}, r"target_probs: sum 2 came \(row 0, position 0\)"),
-        ({"target_probs": torch.tensor([1.5, -0.5, 0, 0]).expand(2, 3, 4)}, "target_probs: smallest value -0.5 came"),
+        ({"target_probs": torch.zeros(2, 3, 4, dtype=torch.long)}, "target_probs: got torch.int64"),
+        ({"target_probs": uniform(2, 3, 4) * 2}, r"target_probs: got sum 2 \(row 0, position 0\)"),
+        ({"target_probs": torch.tensor([1.5, -0.5, 0, 0]).expand(2, 3, 4)}, "target_probs: got smallest value -0.5"),
         ({"draft_probs": uniform(2, 2, 5)}, r"draft_probs: .* expected floats \[B, K, V\] = \[2, 2, 4\]"),
-        ({"request_ids": ["a"]}, "request_ids: 1 names came, expected one for each of 2 rows"),
     ],
 )
 def test_bad_input_is_an_error_that_names_the_argument(change, message):

@@ -1,7 +1,7 @@
 """Every chain rule emits exactly the target: enumeration of all drafts and outcomes in float64, then verify_chain by
 statistics against that enumeration. What the enumeration must reject is here too.
 
-`tables[i]` is a model over a vocabulary of V, [V] * i + [V]: of the token behind every prefix of length i.
+`tables[i]` is a model over a vocabulary of V, [V] * i + [V]: of the token after every prefix of length i.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from bebop.spec import rules, verify_chain
+from bebop.spec import acceptance_ratio, distributions, verify_chain
+from bebop.spec.rules import block
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
@@ -54,11 +55,11 @@ def drafts_of(rule: str, draft_tables: list[Tensor], gamma: int) -> list[tuple[t
 
 
 def outcomes(
-    rule: str, target: list[Tensor], draft: list[Tensor], tokens: tuple[int, ...], residual=rules.residual
+    rule: str, target: list[Tensor], draft: list[Tensor], tokens: tuple[int, ...], residual=distributions.residual
 ) -> list[tuple[float, Tensor]]:
-    """For n = 0..gamma: the probability that n drafts are accepted, and the distribution of the token behind them.
+    """For n = 0..gamma: the probability that n drafts are accepted, and the distribution of the token after them.
 
-    target[i], draft[i] [V]: behind i tokens of this draft.
+    target[i], draft[i] [V]: after i tokens of this draft.
     """
     gamma = len(tokens)
     p = torch.stack([target[i][tokens[i]] for i in range(gamma)])
@@ -66,7 +67,7 @@ def outcomes(
         draft = [torch.nn.functional.one_hot(torch.tensor(y), len(target[0])).double() for y in tokens]
     q = torch.stack([draft[i][tokens[i]] for i in range(gamma)])
     if rule != "block":
-        accept = [float(a) for a in rules.acceptance_ratio(p, q)]
+        accept = [float(a) for a in acceptance_ratio(p, q)]
         finals = [residual(target[i], draft[i]) for i in range(gamma)] + [target[gamma]]
         result, reached = [], 1.0
         for n in range(gamma + 1):
@@ -75,9 +76,9 @@ def outcomes(
         return result
     weight = [torch.ones((), dtype=torch.float64)]
     for i in range(gamma):
-        weight.append(rules.block_weight(weight[i], p[i], q[i]))
+        weight.append(block.next_weight(weight[i], p[i], q[i]))
     accept = [1.0]
-    accept += [float(rules.block_acceptance(weight[i], target[i], draft[i])) for i in range(1, gamma)]
+    accept += [float(block.pass_probability(weight[i], target[i], draft[i])) for i in range(1, gamma)]
     accept += [float(weight[gamma])]
     result, no_longer = [], 1.0  # no_longer: no longer prefix passed its test
     for n in range(gamma, -1, -1):
@@ -92,7 +93,7 @@ def enumerate_emitted(
     target: list[Tensor],
     draft: list[Tensor],
     gamma: int,
-    residual=rules.residual,
+    residual=distributions.residual,
     drawn: list[Tensor] | None = None,
 ) -> dict[tuple[int, ...], float]:
     """Probability of every emitted run (accepted drafts and one token more). drawn: what drafts truly come from."""
@@ -108,7 +109,7 @@ def enumerate_emitted(
 
 
 def joint(emitted: dict[tuple[int, ...], float], target: list[Tensor]) -> Tensor:
-    """Distribution of the first gamma + 1 tokens where shorter runs go on by sampling the target."""
+    """Distribution of the first gamma + 1 tokens if shorter runs continue by sampling the target."""
     length = len(target)
     total = torch.zeros([target[0].shape[0]] * length, dtype=torch.float64)
     for run, probability in emitted.items():
@@ -164,28 +165,27 @@ def test_block_accepts_at_least_as_many_as_rejection_and_more_on_some_models():
     gains = []
     for seed in range(20):
         target, draft = random_tables(4, 3, seed), random_tables(3, 3, seed + 100)
-        block = mean_accepted(enumerate_emitted("block", target, draft, 3))
-        gains.append(block - mean_accepted(enumerate_emitted("rejection", target, draft, 3)))
+        by_block = mean_accepted(enumerate_emitted("block", target, draft, 3))
+        gains.append(by_block - mean_accepted(enumerate_emitted("rejection", target, draft, 3)))
     assert min(gains) > -1e-12 and max(gains) > 0.01
 
 
 def test_block_of_one_draft_is_rejection_sampling():
     target, draft = random_tables(2, 4, 7), random_tables(1, 4, 8)
-    block, rejection = (enumerate_emitted(rule, target, draft, 1) for rule in ("block", "rejection"))
-    assert all(block[run] == pytest.approx(rejection[run], abs=1e-15) for run in block)
+    one, other = (enumerate_emitted(rule, target, draft, 1) for rule in ("block", "rejection"))
+    assert all(one[run] == pytest.approx(other[run], abs=1e-15) for run in one)
 
 
 def test_rejection_accepts_the_overlap_and_target_only_the_target_of_the_argmax():
     target, draft = constant_tables(P, 2), constant_tables(Q, 1)
     assert mean_accepted(enumerate_emitted("rejection", target, draft, 1)) == pytest.approx(0.6)
-    assert float(rules.overlap(P, Q)) == pytest.approx(0.6)
     assert mean_accepted(enumerate_emitted("target_only", target, draft, 1)) == pytest.approx(0.2)
 
 
 def test_residual_of_the_check_vector_and_without_mass():
-    torch.testing.assert_close(rules.residual(P, Q), torch.tensor([0.75, 0.25, 0.0], dtype=torch.float64))
-    torch.testing.assert_close(rules.residual(P, P), P)
-    without = rules.residual_without(P, torch.tensor(0))
+    torch.testing.assert_close(distributions.residual(P, Q), torch.tensor([0.75, 0.25, 0.0], dtype=torch.float64))
+    torch.testing.assert_close(distributions.residual(P, P), P)
+    without = distributions.residual(P, distributions.point_mass(torch.tensor(0), P))
     torch.testing.assert_close(without, torch.tensor([0.0, 0.6, 0.4], dtype=torch.float64))
 
 
@@ -317,7 +317,7 @@ def test_draft_accept_and_residual_draws_are_independent():
 
     u = torch.rand(num, generator=generator, dtype=torch.float64)
     accepted = u * q[0][drafts] < p[0][drafts]
-    shared = torch.where(accepted, drafts, (rules.residual(p, q) / noise).argmax(-1))
+    shared = torch.where(accepted, drafts, (distributions.residual(p, q) / noise).argmax(-1))
     frequency = torch.bincount(shared, minlength=4) / num
     torch.testing.assert_close(frequency, torch.tensor([0.101, 0.201, 0.265, 0.434]), atol=0.003, rtol=0)
 
@@ -329,9 +329,9 @@ def test_verify_chain_spends_different_random_numbers_on_accepting_and_on_the_fi
     for token in (0, 1, 2):
         drafts = torch.full((num, 1), token)
         result = verify_chain(p, q, drafts, generator=torch.Generator().manual_seed(9))
-        ratio = float(rules.acceptance_ratio(P[token], Q[token]))
+        ratio = float(acceptance_ratio(P[token], Q[token]))
         assert float(result.num_accepted.double().mean()) == pytest.approx(ratio, abs=0.005)
-        for accepted, expected in ((0, rules.residual(P, Q)), (1, P)):
+        for accepted, expected in ((0, distributions.residual(P, Q)), (1, P)):
             chosen = result.tokens[result.num_accepted == accepted, accepted]
             if len(chosen):
                 assert tv(torch.bincount(chosen, minlength=3) / len(chosen), expected) < 0.01

@@ -1,4 +1,4 @@
-"""Random numbers addressed by request, round and purpose; the draws made of them, by both samplers."""
+"""Random numbers addressed by request, round and stream, and the draws made from them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import chisquare, kstest
 
-from bebop.spec import Purpose, Streams, gumbel_max, invert, sample, verify_chain
+from bebop.spec import StreamId, Streams, invert, sample, verify_chain
 from bebop.spec.random import philox
 
 P = torch.tensor([0.1, 0.2, 0.0, 0.3, 0.4, 0.0], dtype=torch.float64)
@@ -33,16 +33,15 @@ def test_philox_gives_its_published_vectors(counter, key, expected):
     assert tuple(int(word) for word in words) == expected
 
 
-@pytest.mark.parametrize("along", ["seed", "position", "depth", "rows", "items"])
+@pytest.mark.parametrize("along", ["seed", "position", "depth", "rows"])
 def test_numbers_are_uniform_along_every_part_of_the_address(along):
     num = 100_000
     one = torch.zeros(1, dtype=torch.long)
     numbers = {
-        "seed": lambda: requests(num).uniforms(Purpose.ACCEPT, 0),
-        "position": lambda: Streams(torch.full((num,), 3), torch.arange(num)).uniforms(Purpose.ACCEPT, 0),
-        "depth": lambda: Streams(one, one).uniforms(Purpose.ACCEPT, torch.arange(num).unsqueeze(0)),
-        "rows": lambda: Streams(one, one).uniforms(Purpose.DRAFT, 2, rows=num),
-        "items": lambda: Streams(one, one).uniforms(Purpose.FINAL, 2, items=num),
+        "seed": lambda: requests(num).uniforms(StreamId.ACCEPT, 0),
+        "position": lambda: Streams(torch.full((num,), 3), torch.arange(num)).uniforms(StreamId.ACCEPT, 0),
+        "depth": lambda: Streams(one, one).uniforms(StreamId.ACCEPT, torch.arange(num).unsqueeze(0)),
+        "rows": lambda: Streams(one, one).uniforms(StreamId.DRAFT, 2, rows=num),
     }[along]().flatten()
     assert numbers.shape == (num,) and float(numbers.min()) >= 0 and float(numbers.max()) < 1
     assert kstest(numbers.numpy(), "uniform").pvalue > 1e-3
@@ -53,10 +52,10 @@ def test_numbers_are_uniform_along_every_part_of_the_address(along):
     assert chisquare(counts.numpy()).pvalue > 1e-3
 
 
-def test_purposes_and_depths_share_no_numbers():
+def test_streams_and_depths_share_no_numbers():
     streams = requests(20_000, position=5)
-    numbers = torch.stack([streams.uniforms(purpose, depth) for purpose in Purpose for depth in (0, 1)])
-    numbers = torch.cat([numbers, streams.uniforms(Purpose.DRAFT, 0, rows=3).T[1:]])
+    numbers = torch.stack([streams.uniforms(stream, depth) for stream in StreamId for depth in (0, 1)])
+    numbers = torch.cat([numbers, streams.uniforms(StreamId.DRAFT, 0, rows=3).T[1:]])
     correlation = torch.corrcoef(numbers) - torch.eye(len(numbers), dtype=torch.float64)
     assert float(correlation.abs().max()) < 5 / 20_000**0.5
     assert len(numbers.flatten().unique()) == numbers.numel()
@@ -64,24 +63,21 @@ def test_purposes_and_depths_share_no_numbers():
 
 def test_seeds_of_any_sign_and_size_are_different_streams():
     seeds = torch.tensor([0, 1, -1, 2**32, 2**32 + 1, -(2**63), 2**63 - 1])
-    assert len(Streams(seeds, torch.zeros_like(seeds)).uniforms(Purpose.FINAL, 0).unique()) == len(seeds)
+    assert len(Streams(seeds, torch.zeros_like(seeds)).uniforms(StreamId.FINAL, 0).unique()) == len(seeds)
 
 
 def test_shapes_of_addresses():
     streams = requests(4)
-    assert streams.uniforms(Purpose.FINAL, 0).shape == (4,)
-    assert streams.uniforms(Purpose.FINAL, torch.arange(4)).shape == (4,)
-    assert streams.uniforms(Purpose.FINAL, torch.arange(3).unsqueeze(0)).shape == (4, 3)
-    assert streams.uniforms(Purpose.FINAL, torch.arange(4), items=5).shape == (4, 5)
-    together = streams.uniforms(Purpose.DRAFT, 1, rows=3, items=5)
-    assert together.shape == (4, 3, 5)
-    assert torch.equal(together[:, 2, 0], streams.uniforms(Purpose.DRAFT, 1, rows=3)[:, 2])
+    assert streams.uniforms(StreamId.FINAL, 0).shape == (4,)
+    assert streams.uniforms(StreamId.FINAL, torch.arange(4)).shape == (4,)
+    assert streams.uniforms(StreamId.FINAL, torch.arange(3).unsqueeze(0)).shape == (4, 3)
+    assert streams.uniforms(StreamId.DRAFT, 1, rows=3).shape == (4, 3)
 
 
 def test_unfit_streams_are_refused_by_name():
     with pytest.raises(ValueError, match="seeds: "):
         Streams(torch.zeros(2), torch.zeros(2))
-    with pytest.raises(ValueError, match=r"positions: torch.int64 \[3\] came, expected int64 \[B\], B = 2"):
+    with pytest.raises(ValueError, match=r"positions: got torch.int64 \[3\], expected int64 \[B\], B = 2"):
         Streams(torch.arange(2), torch.arange(3))
 
 
@@ -92,11 +88,11 @@ def test_request_gets_the_same_tokens_alone_in_any_batch_and_in_any_order(rule):
     target = torch.randn(8, 4, 5, generator=generator, dtype=torch.float64).softmax(-1)
     q = torch.randn(8, 3, 5, generator=generator, dtype=torch.float64).softmax(-1)
     draws = Streams(torch.arange(8) * 1_000_003, torch.arange(8))
-    drafts = q.argmax(-1) if rule == "target_only" else sample(q, draws, Purpose.DRAFT, 0)
+    drafts = q.argmax(-1) if rule == "target_only" else sample(q, draws, StreamId.DRAFT, 0)
     together = verify_chain(target, q, drafts, rule=rule, draws=draws).tokens
     for order in ([7, 6, 5, 4, 3, 2, 1, 0], [3], [2, 0, 6]):
         some = Streams(draws.seeds[order], draws.positions[order])
-        assert rule == "target_only" or torch.equal(sample(q[order], some, Purpose.DRAFT, 0), drafts[order])
+        assert rule == "target_only" or torch.equal(sample(q[order], some, StreamId.DRAFT, 0), drafts[order])
         tokens = verify_chain(target[order], q[order], drafts[order], rule=rule, draws=some).tokens
         assert torch.equal(tokens, together[order])
 
@@ -113,48 +109,22 @@ def test_no_draw_returns_an_id_without_weight(scale):
     edges = torch.tensor([0.0, 0.1, 0.3, 0.6, 1 - 2**-53], dtype=torch.float64)
     weights = torch.cat([torch.zeros(1, dtype=torch.float64), P * scale]).expand(5, -1)
     assert bool((weights.gather(1, invert(weights, edges).unsqueeze(1)) > 0).all())
-    extremes = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    noise = extremes[torch.randint(0, 2, (500, 7), generator=torch.Generator().manual_seed(0))]
-    drawn = gumbel_max(weights[:1].expand(500, -1), noise)
-    assert bool((weights[0][drawn] > 0).all())
 
 
-def test_gumbel_max_has_the_law_of_inversion_exactly():
-    """P(argmax = v) by quadrature over the winner's own uniform: the others lose with prod u^(w_j / w_v)."""
-    weights = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
-    num = 2000
-    u = (torch.arange(num, dtype=torch.float64) + 0.5) / num
-    for v in range(4):
-        # at winner's u each rival's noise must stay below it: rival u_j < u^(w_j / w_v), checked on both sides
-        exponent = (weights / weights[v]).clone()
-        limits = u.unsqueeze(1) ** exponent
-        for side, expected in ((1 - 1e-9, True), (1 + 1e-9, False)):
-            noise = (limits * side).clamp(max=1 - 2**-53)
-            noise[:, v] = u
-            if expected:
-                assert bool((gumbel_max(weights.expand(num, -1), noise) == v).all())
-            else:
-                assert bool((gumbel_max(weights.expand(num, -1), noise) != v).all())
-        wins = u ** (exponent.sum() - 1)  # product of the rivals' chances at u
-        assert float(wins.mean()) == pytest.approx(float(weights[v]), abs=1e-6)
-
-
-@pytest.mark.parametrize("sampler", ["inversion", "gumbel"])
-def test_both_samplers_have_the_weights_law(sampler):
-    drawn = sample(P.expand(100_000, -1), requests(100_000), Purpose.FINAL, 0, sampler)
+def test_draws_have_the_weights_law():
+    drawn = sample(P.expand(100_000, -1), requests(100_000), StreamId.FINAL, 0)
     counts = torch.bincount(drawn, minlength=6)
     assert counts[2] == counts[5] == 0
     assert chisquare(counts[P > 0].numpy(), (P[P > 0] * 100_000).numpy()).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("sampler", ["inversion", "gumbel"])
-def test_verified_chains_have_the_target_law_with_both_samplers(sampler):
+def test_verified_chains_have_the_target_law():
     num = 100_000
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
     draws = requests(num)
-    drafts = sample(q.expand(num, -1), draws, Purpose.DRAFT, 0, sampler).unsqueeze(1)
-    result = verify_chain(p.expand(num, 2, -1), q.expand(num, 1, -1), drafts, draws=draws, sampler=sampler)
+    drafts = sample(q.expand(num, -1), draws, StreamId.DRAFT, 0).unsqueeze(1)
+    result = verify_chain(p.expand(num, 2, -1), q.expand(num, 1, -1), drafts, draws=draws)
     counts = torch.bincount(result.tokens[:, 0], minlength=3)
     assert chisquare(counts.numpy(), (p * num).numpy()).pvalue > 1e-3
     second = result.tokens[result.num_accepted == 1, 1]
@@ -176,9 +146,9 @@ def test_numbers_addressed_by_round_keep_block_verification_exact_over_rounds(ad
         draws = Streams(seeds, done)
         last, drafts = text[rows, done - 1], []
         for depth in range(gamma):
-            number = draws.uniforms(Purpose.DRAFT, depth)
+            number = draws.uniforms(StreamId.DRAFT, depth)
             if address == "token":
-                number = Streams(seeds, done + depth).uniforms(Purpose.DRAFT, 0)
+                number = Streams(seeds, done + depth).uniforms(StreamId.DRAFT, 0)
             last = invert(q[last], number)
             drafts.append(last)
         drafts = torch.stack(drafts, 1)

@@ -12,7 +12,7 @@ from bebop.engines.torch_engine.model import Policy
 from bebop.engines.torch_engine.random import RoundDraws
 from bebop.errors import EngineRefused
 from bebop.policies import random_checkpoint
-from bebop.spec import Purpose, Streams
+from bebop.spec import StreamId, Streams
 
 CPU = torch.device("cpu")
 
@@ -65,17 +65,17 @@ def test_accepted_columns_move_behind_each_text_and_nothing_else_does():
 
 def test_numbers_made_in_one_go_are_the_streams_own():
     streams = Streams(torch.tensor([3, -9, 2**62]), torch.tensor([0, 5, 70000]))
-    sizes = {Purpose.ACCEPT: (4, 1), Purpose.FINAL: (4, 1), Purpose.LEAD: (4, 1), Purpose.DRAFT: (3, 5)}
+    sizes = {StreamId.ACCEPT: (4, 1), StreamId.FINAL: (4, 1), StreamId.LEAD: (4, 1), StreamId.DRAFT: (3, 5)}
     draws = RoundDraws(streams, sizes)
-    asked = [(purpose, depth, {}) for purpose in sizes for depth in range(3)]
-    asked += [(Purpose.DRAFT, depth, {"rows": rows}) for depth in range(3) for rows in (1, 5)]
-    asked += [(Purpose.ACCEPT, 2, {"items": 1}), (Purpose.ACCEPT, torch.arange(4).unsqueeze(0), {})]
-    asked += [(Purpose.FINAL, torch.tensor([0, 3, 2]), {})]
+    asked = [(stream, depth, {}) for stream in sizes for depth in range(3)]
+    asked += [(StreamId.DRAFT, depth, {"rows": rows}) for depth in range(3) for rows in (1, 5)]
+    asked += [(StreamId.ACCEPT, torch.arange(4).unsqueeze(0), {})]
+    asked += [(StreamId.FINAL, torch.tensor([0, 3, 2]), {})]
     # and what was not made in advance
-    asked += [(Purpose.DRAFT, 7, {}), (Purpose.DRAFT, 1, {"rows": 9}), (Purpose.FINAL, 1, {"items": 6})]
-    for purpose, depth, axes in asked:
-        assert torch.equal(draws.uniforms(purpose, depth, **axes), streams.uniforms(purpose, depth, **axes)), (
-            purpose,
+    asked += [(StreamId.DRAFT, 7, {}), (StreamId.DRAFT, 1, {"rows": 9})]
+    for stream, depth, axes in asked:
+        assert torch.equal(draws.uniforms(stream, depth, **axes), streams.uniforms(stream, depth, **axes)), (
+            stream,
             depth,
         )
 

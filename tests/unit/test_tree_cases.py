@@ -8,9 +8,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
-from tree_oracle import Model, emitted_law
 
-from bebop.spec import Streams, TreeBatch, TreeGrower, TreeSpec, token_logprobs, verify_trees, warp
+from bebop.spec import Streams, TreeBatch, TreeGrower, TreeSpec, apply_sampling, verify_trees
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
@@ -52,12 +51,9 @@ def test_min_p_binds_every_token_that_a_tree_emits(method):
     draws = requests(num)
     trees = grown(TreeSpec(method, 4, 3, 40, 1), draws, logits, temperature=1.0, min_p=0.2)
     assert bool((trees.tokens > 1).any()), "fills are chosen by q without filters"
-    target = warp(logits, min_p=0.2)
+    target = apply_sampling(logits, min_p=0.2)
     result = verify_trees(trees, lambda at: target, draws=draws)
     assert {0, 1} <= set(result.tokens.unique().tolist()) <= {-1, 0, 1}
-    rows = logits.unsqueeze(1).expand(-1, result.tokens.shape[1], -1)
-    found = token_logprobs(rows, result.tokens, min_p=0.2)[result.tokens == 0]
-    torch.testing.assert_close(found, torch.full_like(found, 2 / 3).log())
 
 
 @pytest.mark.parametrize("method", ["topk", "rheo", "rrsw"])
@@ -76,24 +72,13 @@ def test_trees_reordered_between_draft_and_verification_give_each_request_its_ow
         assert torch.equal(tokens, together[order][:, : tokens.shape[1]])
 
 
-@pytest.mark.parametrize("sampler", ["inversion", "gumbel"])
-def test_trees_emit_the_targets_law_with_both_samplers(sampler):
+def test_trees_emit_the_targets_law():
     num = 100_000
     draws = requests(num)
-    trees = grown(
-        TreeSpec("rheo", 3, 1, 2, 1), draws, Q.log().expand(num, -1), temperature=1.0, sampler=sampler
-    )  # one lead, one probe
-    result = verify_trees(trees, lambda at: P.expand(num, -1), draws=draws, sampler=sampler)
+    spec = TreeSpec("rheo", 3, 1, 2, 1)  # one lead, one probe
+    trees = grown(spec, draws, Q.log().expand(num, -1), temperature=1.0)
+    result = verify_trees(trees, lambda at: P.expand(num, -1), draws=draws)
     for place in range(2):
         tokens = result.tokens[:, place]
         counts = torch.bincount(tokens[tokens >= 0], minlength=3)
         assert chisquare(counts.numpy(), (P * counts.sum()).numpy()).pvalue > 1e-3
-
-
-def test_two_sampled_siblings_of_the_check_vector_are_accepted_with_nine_tenths():
-    """Drawn without replacement. Judged with p and q as they were at first, they would emit [.4, .4, .2]."""
-    model = Model([Q.log().unsqueeze(0)], [P.unsqueeze(0), P.expand(3, -1)])
-    law = emitted_law(model, TreeSpec("rheo", 2, 1, 2, 0, probes=2))
-    assert law.root_acceptance == pytest.approx(0.90, abs=1e-12) and law.total_variation <= 1e-12
-    first = law.emitted[0] + law.emitted[1].reshape(3, 3).sum(1)
-    torch.testing.assert_close(first, P)

@@ -78,4 +78,4 @@ class TreeScorer:
     def _expected(self, tree: Tree, requests: Anchors, last: Tensor, settings: Settings) -> Tensor:
         logits, _ = target_pass(self.policy, self.cache, tree, requests, last)
         batch = torch.arange(len(last), device=last.device)
-        return expected_accepted(tree.trees, lambda row: settings.warp(logits[batch, row]))
+        return expected_accepted(tree.trees, lambda row: settings.sampling(logits[batch, row]))

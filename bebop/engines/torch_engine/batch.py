@@ -24,7 +24,7 @@ from bebop.engines.torch_engine.profiling import RoundClock, threads_for
 from bebop.engines.torch_engine.random import RoundDraws
 from bebop.engines.torch_engine.request import Request
 from bebop.errors import EngineError
-from bebop.spec import Purpose, Streams
+from bebop.spec import StreamId, Streams
 from bebop.spec.sampling import Setting
 
 PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
@@ -153,7 +153,7 @@ class Rounds:
             broken = self._broken(hidden[row, end].unsqueeze(1), logits, end)
             if version is not None:
                 draft, settings = self.drafter.nothing(len(group)), self._settings_of(group)
-                draws = RoundDraws(self._streams(group), {Purpose.FINAL: (1, 1)})
+                draws = RoundDraws(self._streams(group), {StreamId.FINAL: (1, 1)})
                 verified = draft.verify(logits, settings, draws)
                 logprobs = self._logprobs(verified, logits, settings, group)
                 following[row, end] = verified.tokens[:, 0]

@@ -21,7 +21,8 @@ from bebop.engines.torch_engine.kv_cache import Cache, Window, fold
 from bebop.engines.torch_engine.model import Policy
 from bebop.engines.torch_engine.profiling import RoundClock
 from bebop.spec import (
-    Purpose,
+    RULES,
+    StreamId,
     TreeBatch,
     TreeGrower,
     TreeSpec,
@@ -31,7 +32,7 @@ from bebop.spec import (
     verify_chain,
     verify_trees,
 )
-from bebop.spec.sampling import Setting, Warp
+from bebop.spec.sampling import SamplingFilters, Setting
 
 NO_NODE = -1
 
@@ -92,8 +93,8 @@ class Settings:
     filters: dict[str, Setting]
 
     @cached_property
-    def warp(self) -> Warp:
-        return Warp(temperature=self.temperature, **self.filters)
+    def sampling(self) -> SamplingFilters:
+        return SamplingFilters(temperature=self.temperature, **self.filters)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Chain:
         )
 
     def verify(self, logits: Tensor, settings: Settings, draws: Uniforms) -> Verified:
-        target = settings.warp(logits)
+        target = settings.sampling(logits)
         result = verify_chain(target, self.probs, self.tokens, rule=self.rule, draws=draws)
         place = torch.arange(self.tokens.shape[1], device=logits.device)
         path = torch.where(place < result.num_accepted.unsqueeze(1), place, NO_NODE)
@@ -144,7 +145,7 @@ class Tree:
         rows: list[Tensor] = []
 
         def target(at: Tensor) -> Tensor:
-            rows.append(settings.warp(logits[batch, at]))
+            rows.append(settings.sampling(logits[batch, at]))
             return rows[-1]
 
         result: TreesResult = verify_trees(self.trees, target, draws=draws)
@@ -181,15 +182,15 @@ class Drafter:
         """Columns that a draft writes to the head's cache."""
         return self.depth if self.spec is None else self.spec.width * self.depth
 
-    def sizes(self) -> dict[Purpose, tuple[int, int]]:
+    def sizes(self) -> dict[StreamId, tuple[int, int]]:
         """What random numbers a round takes, for RoundDraws."""
-        own = {Purpose.ACCEPT: (self.depth + 1, 1), Purpose.FINAL: (self.depth + 1, 1)}
+        own = {StreamId.ACCEPT: (self.depth + 1, 1), StreamId.FINAL: (self.depth + 1, 1)}
         if not self.speculating:
-            return {Purpose.FINAL: (1, 1)}
+            return {StreamId.FINAL: (1, 1)}
         width = 1 if self.spec is None else self.spec.width
         if self.spec is not None and self.spec.method == "rrsw":
-            own[Purpose.LEAD] = (self.depth + 1, 1)
-        return own | {Purpose.DRAFT: (self.depth, width)}
+            own[StreamId.LEAD] = (self.depth + 1, 1)
+        return own | {StreamId.DRAFT: (self.depth, width)}
 
     def nothing(self, batch: int) -> Chain:
         """A draft of no tokens: plain decoding, and the first token behind a prompt."""
@@ -215,11 +216,11 @@ class Drafter:
                 state = self._deeper(state, tokens[-1].unsqueeze(1), depth, anchors, own, depth - 1, cache)
                 _isolate(state, bad)
             logits = self._logits(state[:, 0])
-            if self.rule == "target_only":
+            if RULES[self.rule].draft == "argmax":
                 tokens.append(logits.argmax(-1))
                 continue
-            probs.append(settings.warp(logits))
-            tokens.append(sample(probs[-1], draws, Purpose.DRAFT, depth))
+            probs.append(settings.sampling(logits))
+            tokens.append(sample(probs[-1], draws, StreamId.DRAFT, depth))
         drafted = torch.stack(tokens, 1)
         depths = torch.arange(1, self.depth + 1, device=drafted.device).expand_as(drafted)
         return Chain(drafted, depths, torch.stack(probs, 1) if probs else None, self.rule, bad)

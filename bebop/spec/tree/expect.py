@@ -4,8 +4,8 @@ With a(c | r) the probability that the choice at row r (0 the root, i + 1 node i
 
     reach(root) = 1,  reach(c) = reach(parent) a(c | parent),  E[accepted] = sum of reach over the nodes,
 
-a from `node_law`: a lead v with p(v); probe i with the rejections before it times its acceptance; any child y with the
-mass left times r(y). Averaged over drafts it is the acceptance length less one, at a fraction of the variance.
+a from `node_law`: a lead v with p(v); the probe with the mass left times its acceptance; any child y with the mass left
+then times r(y). Averaged over drafts it is the acceptance length less one, at a fraction of the variance.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ def expected_accepted(trees: TreeBatch, target: Tensor | Callable[[Tensor], Tens
         if law.leads is not None:
             chance = chance + law.leads.gather(1, token)
             left = left - law.leads.sum(1)
-        for probe, accept in zip(law.probes.unbind(1), law.accept.unbind(1), strict=True):
-            there = torch.where(probe >= 0, left * accept, 0.0)
-            chance = chance.scatter_add(1, probe.clamp(min=0).unsqueeze(1), there.unsqueeze(1))
-            left = left - there
+        there = left * law.accept
+        chance = chance.scatter_add(1, law.probe.clamp(min=0).unsqueeze(1), there.unsqueeze(1))
+        left = left - there
         chance = chance + left.clamp(min=0).unsqueeze(1) * law.residual.gather(1, token)
         reach[:, 1:] = torch.where(here, reach[:, row : row + 1] * chance, reach[:, 1:])
     depth = int(trees.depths.max()) if num else 0

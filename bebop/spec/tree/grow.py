@@ -4,11 +4,9 @@ Per expanded node, with q the draft's softmax over its `support` highest tokens 
 temperature, filters included (arXiv 2609.21827):
 
     leads   the m highest tokens                                        score factor q(x_i)
-    probe   Y ~ qt = q_T / z off the leads, z their q_T-mass; none      min(q(x_m), mass of q off the leads),
-            where z = 0; for m = 0 it stands first                      m = 0: q(x_1)
+    probe   Y ~ qt = q_T / z outside the leads, z the q_T-mass there;   min(q(x_m), mass of q outside the leads),
+            none if z = 0; for m = 0 it stands first                    m = 0: q(x_1)
     fills   the highest tokens that are neither, up to `width` slots    q(x)
-
-With probes > 1 (not in the paper) there are that many, drawn without replacement, all with the probe's factor.
 
 A node's score is the product of factors along its path. The `width` best nodes of a level are expanded, and the
 `budget` best of all are kept. Ties: higher score, then shallower, then left. The probe's factor does not depend on Y
@@ -28,12 +26,10 @@ from bebop_kernels import topk
 from torch import Tensor
 
 from bebop.errors import BadInput
-from bebop.spec.draws import Sampler, sample
-from bebop.spec.random import Purpose, Streams, Uniforms
-from bebop.spec.sampling import Setting, Warp
+from bebop.spec.random import StreamId, Streams, Uniforms, sample
+from bebop.spec.sampling import SamplingFilters, Setting
 from bebop.spec.tree.spec import NO_NODE, DraftTree, TreeBatch, TreeSpec
 
-NOTHING_DRAWN = 1 << 40  # a rank behind all others
 _ABSENT = -1.0  # score of a slot without a token; true scores are >= 0
 
 
@@ -63,60 +59,35 @@ class Children:
 
 
 def children(
-    logits: Tensor,
-    valid: Tensor,
-    spec: TreeSpec,
-    draws: Uniforms,
-    depth: int,
-    *,
-    warp: Warp,
-    sampler: Sampler = "inversion",
+    logits: Tensor, valid: Tensor, spec: TreeSpec, draws: Uniforms, depth: int, *, filters: SamplingFilters
 ) -> Children:
-    """Leads, probe and fills below each frontier node. logits [B, W, V], valid [B, W], warp's temperature [B]."""
+    """Leads, probe and fills below each frontier node. logits [B, W, V], valid [B, W], filters' temperature [B]."""
     ranked, ids = _support(logits, valid, spec.support)
     size = ranked.shape[-1]
     # ranks are the logits'; rounding in the softmax must not let a lower token pass a higher one
     q = ranked.softmax(-1).cummin(-1).values
     rank = torch.arange(size, device=logits.device)
     slot = torch.arange(spec.width, device=logits.device)
-    at = slot.clamp(max=size - 1).expand(*valid.shape, -1)  # the rank of the token in each slot
-    if spec.method == "topk":
-        num_probes, leads, proxy, probe_probs = rank[:1] * 0, rank[:1] * 0, q[..., :1], torch.zeros_like(q)
-    else:
-        leads = spec.leads_at(warp.temperature).reshape(-1, 1, 1)
-        rest = torch.where(rank < leads, 0.0, warp(ranked))
+    exists = slot < size
+    at = slot.expand(*valid.shape, -1)  # the rank of the token in each slot
+    factors, is_probe, probe_probs = None, torch.zeros_like(at, dtype=torch.bool), torch.zeros_like(q)
+    if spec.method != "topk":
+        leads = spec.leads_at(filters.temperature).reshape(-1, 1, 1)
+        rest = torch.where(rank < leads, 0.0, filters(ranked))
         mass = rest.sum(-1, keepdim=True)
         probe_probs = rest / torch.where(mass > 0, mass, 1.0)
-        probes = []
-        for number in range(spec.probes):  # without replacement, each at an address of its own
-            drawn = sample(rest, draws, Purpose.DRAFT, depth + number * spec.depth, sampler).unsqueeze(-1)
-            probes.append(torch.where(rest.gather(-1, drawn) > 0, drawn, NOTHING_DRAWN))
-            if number + 1 < spec.probes:
-                rest = rest.scatter(-1, drawn, 0.0)
-        at, num_probes = _arranged(slot, leads, torch.cat(probes, dim=-1), size)
+        probe = sample(rest, draws, StreamId.DRAFT, depth).unsqueeze(-1)
+        has_probe = rest.gather(-1, probe) > 0
+        is_probe = has_probe & (slot == leads) & exists
+        fill = slot - 1 + (slot - 1 >= probe).long()  # fills stand to the right of the probe and pass over it
+        at = torch.where(has_probe & (slot > leads), fill, torch.where(is_probe, probe, slot))
         last_lead = q.gather(-1, (leads - 1).clamp(min=0, max=size - 1).expand(*q.shape[:2], 1))
         off_leads = torch.where(rank < leads, 0.0, q).sum(-1, keepdim=True)  # a float sum is >= each of its terms
-        proxy = torch.where(leads == 0, last_lead, torch.minimum(last_lead, off_leads))
-    exists = slot < size
-    is_probe = ((slot >= leads) & (slot < leads + num_probes) & exists).expand_as(at)
-    factors = torch.where(is_probe, proxy, q.gather(-1, at))
+        factors = torch.where(leads == 0, last_lead, torch.minimum(last_lead, off_leads))
+    at = at.clamp(max=size - 1)
+    own = q.gather(-1, at)
+    factors = own if factors is None else torch.where(is_probe, factors, own)
     return Children(ids.gather(-1, at), is_probe, torch.where(exists, factors, _ABSENT), ids, probe_probs)
-
-
-def _arranged(slot: Tensor, leads: Tensor, drawn: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The rank of the token in each slot, [B, W, K]: leads, probes as drawn, what is neither; and the number of probes.
-
-    drawn [B, W, L]: the probes' ranks, those that could not be drawn NOTHING_DRAWN and behind the others.
-    """
-    num_probes = (drawn < NOTHING_DRAWN).sum(-1, keepdim=True)
-    at = slot - num_probes
-    for probe in drawn.sort(dim=-1).values.split(1, dim=-1) if drawn.shape[-1] > 1 else (drawn,):
-        at = at + (at >= probe)  # fills pass over it
-    number = slot - leads  # of the probe in this slot
-    at = torch.where(number < 0, slot, at)
-    is_probe = (number >= 0) & (number < num_probes)
-    probe_there = drawn.gather(-1, number.clamp(min=0, max=drawn.shape[-1] - 1).expand_as(at))
-    return torch.where(is_probe, probe_there, at).clamp(max=size - 1), num_probes
 
 
 class TreeGrower:
@@ -136,33 +107,33 @@ class TreeGrower:
         draws: Uniforms,
         *,
         temperature: Setting,
-        sampler: Sampler = "inversion",
         **filters: Setting,
     ) -> None:
-        self.spec, self.draws, self.sampler = spec, draws, sampler
+        self.spec, self.draws = spec, draws
         self._temperature, self._filters = temperature, filters
         self.frontier: Frontier | None = Frontier(0, *(torch.zeros(1, 1, dtype=torch.long),) * 2, torch.ones(1, 1) > 0)
         self._levels: list[dict[str, Tensor]] = []
         self._num_candidates = 0
+        self._frontier_ids = self._frontier_scores = torch.zeros(0)
 
     def expand(self, logits: Tensor) -> None:
         """Add the level below the frontier and choose the next one. logits [B, W, V], of the frontier's nodes."""
         frontier, spec = self.frontier, self.spec
         if frontier is None:
-            raise BadInput(f"logits: a level below depth {spec.depth} came, expected {spec.depth} levels")
+            raise BadInput(f"logits: got a level below depth {spec.depth}, expected {spec.depth} levels")
         width = frontier.tokens.shape[1]
         if logits.ndim != 3 or logits.shape[1] != width or not logits.is_floating_point() or 0 in logits.shape:
-            came = f"{logits.dtype} {list(logits.shape)}"
-            raise BadInput(f"logits: {came} came, expected floats [B, W, V] with W = {width}")
+            got = f"{logits.dtype} {list(logits.shape)}"
+            raise BadInput(f"logits: got {got}, expected floats [B, W, V] with W = {width}")
         batch = logits.shape[0]
         if not self._levels:
-            self._start(logits)
+            frontier = self._start(logits)
         elif batch != frontier.valid.shape[0]:
-            raise BadInput(f"logits: {batch} requests came, expected {frontier.valid.shape[0]}")
+            raise BadInput(f"logits: got {batch} requests, expected {frontier.valid.shape[0]}")
         elif logits.shape[-1] != self._vocab_size:
-            raise BadInput(f"logits: V = {logits.shape[-1]} came, expected {self._vocab_size} as before")
-        valid = self.frontier.valid
-        below = children(logits, valid, spec, self.draws, frontier.depth, warp=self._warp, sampler=self.sampler)
+            raise BadInput(f"logits: got V = {logits.shape[-1]}, expected {self._vocab_size} as before")
+        valid = frontier.valid
+        below = children(logits, valid, spec, self.draws, frontier.depth, filters=self._sampling)
 
         factors = torch.where(valid.unsqueeze(-1), below.factors, _ABSENT)
         scores = torch.where(factors >= 0, self._frontier_scores.unsqueeze(-1) * factors, _ABSENT).flatten(1)
@@ -185,7 +156,7 @@ class TreeGrower:
     def finish(self) -> TreeBatch:
         """The `budget` best nodes of each request, parents first."""
         if self.frontier is not None:
-            raise BadInput(f"finish: {len(self._levels)} levels were expanded, expected {self.spec.depth}")
+            raise BadInput(f"finish: got {len(self._levels)} expanded levels, expected {self.spec.depth}")
 
         def joined(name: str) -> Tensor:
             return torch.cat([level[name] for level in self._levels], dim=1)
@@ -193,7 +164,7 @@ class TreeGrower:
         scores = joined("scores")
         batch, num = scores.shape
         best = scores.sort(dim=1, descending=True, stable=True).indices[:, : self.spec.budget]
-        # candidates are counted by level, then left to right; absent ones go behind all others
+        # candidates are counted by level, then left to right; absent ones come last
         best = torch.where(scores.gather(1, best) >= 0, best, best + num).sort(dim=1).values
         present = best < num
         best = best % num
@@ -209,7 +180,6 @@ class TreeGrower:
         family = torch.where(present, family_of.gather(1, best + 1), NO_NODE)
         return TreeBatch(
             method=self.spec.method,
-            num_probes=self.spec.probes,
             tokens=torch.where(present, joined("tokens").gather(1, best), -1),
             parents=torch.where(present, node_of.gather(1, joined("parents").gather(1, best) + 1), NO_NODE),
             depths=torch.where(present, depths[best], 0),
@@ -220,17 +190,18 @@ class TreeGrower:
             probe_probs=joined("probe_probs"),
         )
 
-    def _start(self, logits: Tensor) -> None:
+    def _start(self, logits: Tensor) -> Frontier:
+        """The root as the frontier of B requests."""
         batch, device, self._vocab_size = logits.shape[0], logits.device, logits.shape[-1]
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         temperature = torch.as_tensor(self._temperature, dtype=dtype, device=device)
         if temperature.shape not in ((), (batch,)):
-            raise BadInput(f"temperature: {list(temperature.shape)} came, expected a number or [B] = [{batch}]")
-        self._warp = Warp(temperature=temperature.expand(batch), **self._filters)
+            raise BadInput(f"temperature: got {list(temperature.shape)}, expected a number or [B] = [{batch}]")
+        self._sampling = SamplingFilters(temperature=temperature.expand(batch), **self._filters)
         self._frontier_ids = torch.full((batch, 1), NO_NODE, device=device)
         self._frontier_scores = torch.ones(batch, 1, dtype=dtype, device=device)
         zero = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self.frontier = Frontier(0, zero, zero, zero == 0)
+        return Frontier(0, zero, zero, zero == 0)
 
 
 def grow_tree(
@@ -243,18 +214,18 @@ def grow_tree(
 ) -> DraftTree:
     """Draft the tree of one request, level by level, pruned to the budget.
 
-    draft_fn: token ids below the root, one tuple per node to expand -> the draft's logits [n, V] behind each. Called
+    draft_fn: token ids below the root, one tuple per node to expand -> the draft's logits [n, V] after each. Called
     once per level, first with [()]. filters: top_k, top_p, min_p, as the target's.
     Raises ValueError naming the argument, as TreeGrower does.
     """
     grower = TreeGrower(spec, Streams.from_generator(generator, 1), temperature=temperature, **filters)
     paths: list[tuple[int, ...]] = [()]
-    for _ in range(spec.depth):
-        keep = grower.frontier.valid[0].nonzero().squeeze(1)
+    while (frontier := grower.frontier) is not None:
+        keep = frontier.valid[0].nonzero().squeeze(1)
         wanted = [paths[i] for i in keep.tolist()]
         logits = draft_fn(wanted)
         if logits.ndim != 2 or logits.shape[0] != len(wanted):
-            raise BadInput(f"draft_fn: logits {list(logits.shape)} came, expected [n, V] with n = {len(wanted)}")
+            raise BadInput(f"draft_fn: got logits {list(logits.shape)}, expected [n, V] with n = {len(wanted)}")
         full = logits.new_zeros(len(paths), logits.shape[1])
         full[keep] = logits
         grower.expand(full.unsqueeze(0))

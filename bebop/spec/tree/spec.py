@@ -1,4 +1,4 @@
-"""Draft trees: what they are. How they are grown and verified: tree_grow.py and tree_verify.py.
+"""Draft trees: what they are. How they are grown and verified: grow.py and verify.py.
 
 Rheo: RheoSampling (arXiv 2609.21827). TopK: EAGLE-2/3's dynamic tree (arXiv 2406.16858, 2503.01840), Rheo's tree
 without a probe. RRSw: Rheo's tree, its leads verified before its probe. A tree of width 1 is the plain chain: "rheo"
@@ -21,9 +21,9 @@ from bebop.errors import BadInput
 Method = Literal["topk", "rheo", "rrsw"]
 NO_NODE = -1
 # leads="auto": 1 above this temperature, else 0, which at temperature 0 is TopK. Scored gain of m = 1 over TopK on the
-# tiny policy (4 wide, 8 deep, 10 nodes, 96 prompts): -.011 +- .011 at T = .3, +.043 +- .012 at .7; of m = 0 +.100 and
-# +.133. On SmolLM2 (10 wide, 60 nodes, 80 places) of m = 1: -.076 +- .028 at .3, +.212 +- .062 at .7, +.177 +- .037 at
-# 1; of m = 0 -.018 +- .040, +.068 +- .077 and +.213 +- .076.
+# tiny policy (4 wide, 8 deep, 10 nodes, 96 prompts): -0.011 +- 0.011 at T = 0.3, +0.043 +- 0.012 at 0.7; of m = 0
+# +0.100 and +0.133. On SmolLM2 (10 wide, 60 nodes, 80 positions) of m = 1: -0.076 +- 0.028 at 0.3, +0.212 +- 0.062 at
+# 0.7, +0.177 +- 0.037 at 1; of m = 0 -0.018 +- 0.040, +0.068 +- 0.077 and +0.213 +- 0.076.
 AUTO_LEADS_ABOVE = 0.5
 
 
@@ -37,47 +37,38 @@ class TreeSpec:
     budget: int = 60  # nodes kept
     leads: int | Literal["auto"] = "auto"  # m: certain children before the probe; unread for topk
     support: int = 128  # draft tokens considered per node
-    # Sampled children per node; 1 in the paper. A second one helps weak drafts and costs good ones: acceptance length
-    # 2.584 -> 2.640 and 3.608 -> 3.457 on two random Markov models (V 200, depth 6, 40 nodes, m = 1, standard error
-    # .01). On the tiny policy's trained heads, 60 nodes, T = 1: 7.399 -> 7.272 for m = 1, 7.405 -> 5.043 for m = 0. All
-    # of a node's probes have the first one's score, so they crowd out fills.
-    probes: int = 1
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
             raise BadInput(f"method={self.method!r}: expected one of {', '.join(get_args(Method))}")
-        for name in ("width", "depth", "budget", "support", "probes"):
+        for name in ("width", "depth", "budget", "support"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise BadInput(f"{name}={value!r}: expected an integer, at least 1")
-        if self.probes > self.width:
-            raise BadInput(f"probes={self.probes}: expected at most width = {self.width}")
         if self.leads == "auto":
             return
-        most = self.width - self.probes
-        if not isinstance(self.leads, int) or isinstance(self.leads, bool) or not 0 <= self.leads <= most:
-            raise BadInput(f"leads={self.leads!r}: expected 'auto' or an integer in [0, width - probes] = [0, {most}]")
+        if not isinstance(self.leads, int) or isinstance(self.leads, bool) or not 0 <= self.leads < self.width:
+            most = self.width - 1
+            raise BadInput(f"leads={self.leads!r}: expected 'auto' or an integer in [0, width - 1] = [0, {most}]")
 
     def leads_at(self, temperature: Tensor) -> Tensor:
         """m of each request, long, in temperature's shape."""
         if self.leads != "auto":
             return torch.full_like(temperature, self.leads, dtype=torch.int64)
-        return (temperature > AUTO_LEADS_ABOVE).long().clamp(max=self.width - self.probes)
+        return (temperature > AUTO_LEADS_ABOVE).long().clamp(max=self.width - 1)
 
 
 @dataclass(frozen=True)
 class TreeBatch:
     """B trees of at most N nodes; a row with fewer is padded with token -1 at its end.
 
-    num_probes: of a node, at most.
     tokens, parents, depths long [B, N]: depth 1 below the root. is_probe bool [B, N]. scores [B, N]: path scores.
     family long [B, N+1]: of the root, then of each node, the family below it, -1 where it was not expanded.
-    support_ids long [B, F, S] and probe_probs [B, F, S]: what the family's first probe was drawn from (qt), 0 on leads;
+    support_ids long [B, F, S] and probe_probs [B, F, S]: what the family's probe was drawn from (qt), 0 on leads;
     all 0 in a family without a probe.
     """
 
     method: Method
-    num_probes: int
     tokens: Tensor
     parents: Tensor
     depths: Tensor
@@ -100,9 +91,17 @@ class TreeBatch:
     def row(self, index: int) -> DraftTree:
         """The tree of one request, without padding."""
         size = int((self.tokens[index] >= 0).sum())
-        nodes = (getattr(self, name)[index, :size] for name in ("tokens", "parents", "depths", "is_probe", "scores"))
-        family = self.family[index, : size + 1]
-        return DraftTree(self.method, self.num_probes, *nodes, family, self.support_ids[index], self.probe_probs[index])
+        return DraftTree(
+            method=self.method,
+            tokens=self.tokens[index, :size],
+            parents=self.parents[index, :size],
+            depths=self.depths[index, :size],
+            is_probe=self.is_probe[index, :size],
+            scores=self.scores[index, :size],
+            family=self.family[index, : size + 1],
+            support_ids=self.support_ids[index],
+            probe_probs=self.probe_probs[index],
+        )
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,6 @@ class DraftTree:
     """One request's tree: the fields of TreeBatch without their first axis, n nodes."""
 
     method: Method
-    num_probes: int
     tokens: Tensor
     parents: Tensor
     depths: Tensor
@@ -122,7 +120,7 @@ class DraftTree:
 
     def batch(self) -> TreeBatch:
         tensors = (value.unsqueeze(0) for value in vars(self).values() if isinstance(value, Tensor))
-        return TreeBatch(self.method, self.num_probes, *tensors)
+        return TreeBatch(self.method, *tensors)
 
 
 @dataclass(frozen=True)

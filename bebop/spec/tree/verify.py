@@ -7,8 +7,6 @@ At a node with target p, walking down from the root (arXiv 2609.21827):
     it was pruned, or none   r = p
     then                     draw y ~ r: descend if y is another child that was kept, else emit y and stop
 
-Several probes are judged in turn, each against the r that the one before left and the qt without those before.
-
 TopK's first child is a probe drawn from a point mass: accepted with p(x_1), then r = norm(p without x_1). It is so that
 a TopK tree of width 1 spends its numbers as the target-only chain does.
 
@@ -27,9 +25,8 @@ import torch
 from torch import Tensor
 
 from bebop.errors import BadInput
-from bebop.spec import rules
-from bebop.spec.draws import Sampler, invert, sample
-from bebop.spec.random import Purpose, Streams, Uniforms
+from bebop.spec import distributions
+from bebop.spec.random import StreamId, Streams, Uniforms, invert, sample
 from bebop.spec.tree.spec import NO_NODE, DraftTree, TreeBatch, TreeResult
 
 _SUM_TOLERANCE = {torch.float64: 1e-6}  # of a distribution's sum from 1; else 1e-3
@@ -48,7 +45,7 @@ class TreesResult:
 
     @property
     def rows(self) -> Tensor:
-        """long [B, D+1]: the target row that each token was sampled from; 0, the root's, behind the last one."""
+        """long [B, D+1]: the target row that each token was sampled from; 0, the root's, after the last one."""
         return torch.nn.functional.pad(self.path + 1, (1, 0))
 
 
@@ -56,54 +53,42 @@ class TreesResult:
 class NodeLaw:
     """The random choice at one node of each request; the first that happens wins.
 
-    1. a lead v with probability leads[v], [B, V] (RRSw alone, else None);
-    2. the probes in turn, nodes `probes` [B, L] (-1: none), each with probability `accept` [B, L]; as a draw:
-       u * probe_draft < probe_target;
+    1. a lead v with probability leads[v], [B, V] (only for RRSw, else None);
+    2. the probe, node `probe` [B] (-1: none), with probability `accept` [B]; as a draw: u * probe_draft < probe_target;
     3. a token from `residual` [B, V].
     """
 
     leads: Tensor | None
-    probes: Tensor
+    probe: Tensor
     probe_target: Tensor
     probe_draft: Tensor
     residual: Tensor
 
     @property
     def accept(self) -> Tensor:
-        return torch.where(self.probes >= 0, rules.acceptance_ratio(self.probe_target, self.probe_draft), 0.0)
+        ratio = distributions.acceptance_ratio(self.probe_target, self.probe_draft)
+        return torch.where(self.probe >= 0, ratio, 0.0)
 
 
 def node_law(trees: TreeBatch, at: Tensor, target: Tensor) -> NodeLaw:
     """The choice at row `at` (long [B]; 0 = the root, i + 1 = node i) whose target is [B, V]."""
     here = _children_mask(trees, at)
     is_probe = here if trees.method == "topk" else here & trees.is_probe
+    has_probe, probe = is_probe.any(1), is_probe.long().argmax(1)  # the first: of topk's children only that one
     leads = None
     if trees.method == "rrsw":
         place = torch.arange(here.shape[1], device=here.device)
-        first = torch.where(is_probe.any(1), is_probe.long().argmax(1), NO_NODE)
-        is_lead = here & (place < first.unsqueeze(1))  # no probe: none
+        is_lead = here & (place < torch.where(has_probe, probe, NO_NODE).unsqueeze(1))  # no probe: none
         leads = target * _marked(trees.tokens, is_lead, target)
-        target = rules.residual(target, leads)
-    count = is_probe.long().cumsum(1)
-    drawn_from = None if trees.method == "topk" else _probe_distribution(trees, at, target)
-    found = []
-    for number in range(1, trees.num_probes + 1):
-        this = is_probe & (count == number)
-        has_probe = this.any(1)
-        probe = this.long().argmax(1)
-        token = trees.tokens.gather(1, probe.unsqueeze(1)).clamp(min=0)
-        if drawn_from is None:
-            draft = torch.zeros_like(target).scatter_(1, token, 1.0)
-        else:
-            draft = drawn_from
-            drawn_from = drawn_from.scatter(1, token, 0.0)  # without replacement
-            mass = drawn_from.sum(1, keepdim=True)
-            drawn_from = drawn_from / torch.where(mass > 0, mass, 1.0)
-        found.append((torch.where(has_probe, probe, NO_NODE), target.gather(1, token), draft.gather(1, token)))
-        target = torch.where(has_probe.unsqueeze(1), rules.residual(target, draft), target)
-    probes = torch.stack([probe for probe, _, _ in found], dim=1)
-    target_there, draft_there = (torch.cat([entry[i] for entry in found], dim=1) for i in (1, 2))
-    return NodeLaw(leads, probes, target_there, draft_there, target)
+        target = distributions.residual(target, leads)
+    token = trees.tokens.gather(1, probe.unsqueeze(1)).clamp(min=0)
+    if trees.method == "topk":
+        draft = distributions.point_mass(token.squeeze(1), target)
+    else:
+        draft = _probe_distribution(trees, at, target)
+    probe_target, probe_draft = target.gather(1, token).squeeze(1), draft.gather(1, token).squeeze(1)
+    left = torch.where(has_probe.unsqueeze(1), distributions.residual(target, draft), target)
+    return NodeLaw(leads, torch.where(has_probe, probe, NO_NODE), probe_target, probe_draft, left)
 
 
 def child_with_token(trees: TreeBatch, at: Tensor, tokens: Tensor) -> Tensor:
@@ -118,11 +103,10 @@ def verify_trees(
     *,
     draws: Uniforms | None = None,
     generator: torch.Generator | None = None,
-    sampler: Sampler = "inversion",
 ) -> TreesResult:
     """Accept a path of each tree and emit one token more.
 
-    target [B, N+1, V]: the target at the sampling temperature, row 0 behind the root, row i+1 behind node i; or a
+    target [B, N+1, V]: the target at the sampling temperature, row 0 after the root, row i+1 after node i; or a
     function: rows, long [B] -> [B, V], so that only the rows on the path are ever made from logits.
     draws: the requests' streams in this round, the same object that grew the trees; None: fresh ones from generator.
 
@@ -138,13 +122,13 @@ def verify_trees(
     for level in range(depth + 1):
         p = rows(at)
         law = node_law(trees, at, p)
-        y = sample(law.residual, draws, Purpose.FINAL, level, sampler)
-        u = draws.uniforms(Purpose.ACCEPT, level, items=trees.num_probes)
-        accept = (u * law.probe_draft.double() < law.probe_target.double()) & (law.probes >= 0)
-        first = law.probes.gather(1, accept.long().argmax(1, keepdim=True)).clamp(min=0)
-        y = torch.where(accept.any(1), trees.tokens.gather(1, first).squeeze(1), y)
+        y = sample(law.residual, draws, StreamId.FINAL, level)
+        u = draws.uniforms(StreamId.ACCEPT, level)
+        accept = (u * law.probe_draft.double() < law.probe_target.double()) & (law.probe >= 0)
+        probe_token = trees.tokens.gather(1, law.probe.clamp(min=0).unsqueeze(1)).squeeze(1)
+        y = torch.where(accept, probe_token, y)
         if law.leads is not None:
-            lead = invert(p, draws.uniforms(Purpose.LEAD, level))
+            lead = invert(p, draws.uniforms(StreamId.LEAD, level))
             is_lead = law.leads.gather(1, lead.unsqueeze(1)).squeeze(1) > 0
             y = torch.where(is_lead, lead, y)
         child = child_with_token(trees, at, y)
@@ -162,7 +146,7 @@ def verify_trees(
 def verify_tree(tree: DraftTree, target_probs: Tensor, *, generator: torch.Generator | None = None) -> TreeResult:
     """Accept a path of one tree and emit one token more; what is emitted is distributed exactly as the target.
 
-    target_probs [n+1, V]: the target at the sampling temperature, row 0 behind the root, row i+1 behind node i.
+    target_probs [n+1, V]: the target at the sampling temperature, row 0 after the root, row i+1 after node i.
     Raises ValueError naming the argument, as verify_trees does.
     """
     result = verify_trees(tree.batch(), target_probs.unsqueeze(0), generator=generator)
@@ -192,24 +176,24 @@ def checked_rows(trees: TreeBatch, target: Tensor | Callable[[Tensor], Tensor]) 
     batch, num = trees.tokens.shape
     row = torch.arange(batch, device=trees.tokens.device)
     if isinstance(target, Tensor) and (target.ndim != 3 or target.shape[:2] != (batch, num + 1)):
-        raise BadInput(f"target_probs: {list(target.shape)} came, expected [B, N+1, V] = [{batch}, {num + 1}, V]")
+        raise BadInput(f"target_probs: got {list(target.shape)}, expected [B, N+1, V] = [{batch}, {num + 1}, V]")
     highest = int(torch.maximum(trees.tokens.max(), trees.support_ids.max())) if num else -1
 
     def rows(at: Tensor) -> Tensor:
         probs = target[row, at] if isinstance(target, Tensor) else target(at)
         if probs.ndim != 2 or probs.shape[0] != batch or not probs.is_floating_point():
-            came = f"{probs.dtype} {list(probs.shape)}"
-            raise BadInput(f"target_probs: {came} came, expected floats [B, V] with B = {batch}")
+            got = f"{probs.dtype} {list(probs.shape)}"
+            raise BadInput(f"target_probs: got {got}, expected floats [B, V] with B = {batch}")
         if highest >= probs.shape[1]:
-            raise BadInput(f"trees: token {highest} came, expected ids in [0, {probs.shape[1]})")
+            raise BadInput(f"trees: got token {highest}, expected ids in [0, {probs.shape[1]})")
         probs = probs if probs.dtype == torch.float64 else probs.float()
         near = (probs.sum(-1) - 1).abs() <= _SUM_TOLERANCE.get(probs.dtype, 1e-3)  # NaN compares false
         bad = ~(near & (probs >= 0).all(-1))
         if bool(bad.any()):
             b = int(bad.nonzero()[0])
-            came = f"sum {float(probs[b].sum()):.6g}, smallest value {float(probs[b].min()):.3g}"
+            got = f"sum {float(probs[b].sum()):.6g}, smallest value {float(probs[b].min()):.3g}"
             place = f"request {b}, row {int(at[b])}"
-            raise BadInput(f"target_probs: {came} came ({place}), expected a distribution: values >= 0 that sum to 1")
+            raise BadInput(f"target_probs: got {got} ({place}), expected a distribution: values >= 0 that sum to 1")
         return probs
 
     return rows
