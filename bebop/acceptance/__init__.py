@@ -1,1 +1,19 @@
-"""Scores of draft heads: acceptance per anchor, and its summaries."""
+"""The scorer of draft heads: `score_anchors` compares them with the policy along a text, `summarise` averages.
+
+Used by sft, eval, bench and the RL loop; see scores.py, summary.py and responses.py.
+"""
+
+from bebop.acceptance.responses import score_responses
+from bebop.acceptance.scores import AnchorScores, concatenate, score_anchors, score_batches
+from bebop.acceptance.summary import Acceptance, RuleAcceptance, summarise
+
+__all__ = [
+    "Acceptance",
+    "AnchorScores",
+    "RuleAcceptance",
+    "concatenate",
+    "score_anchors",
+    "score_batches",
+    "score_responses",
+    "summarise",
+]

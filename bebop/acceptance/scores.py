@@ -1,18 +1,17 @@
-"""Scored acceptance: heads re-run on text that the policy sampled, against the backbone's own distributions.
+"""Draft heads run again on a text, and compared with the policy's own distributions at every depth of every draft.
 
-P(first j drafts accepted) = E_{y~p}[ prod_{i<j} min(1, q_i(y_i) / p_i(y_i)) alpha_j ], alpha_j = sum_v min(p_j, q_j)
+Anchor n is a position of the text from which a draft starts; at depth k the head has read the text's own tokens so far
+(teacher forcing). p is the policy's distribution there, q the head's, both at one temperature; y the text's token.
 
-is exact for text that the policy sampled at the same temperature. Under target-only acceptance the draft is argmax q,
-so the factors are [y_i = argmax q_i] and p_j(argmax q_j). Block verification: see bebop.losses.accepted_at_anchors.
-Shapes: K depths, N anchors, D width, V vocabulary.
+Shapes: T tokens of a packed batch, K depths, N anchors, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from bebop_kernels import tv_statistics
@@ -21,175 +20,147 @@ from torch import Tensor
 from bebop.data.batches import TrainBatch
 from bebop.errors import BadInput
 from bebop.head_training.objective import anchor_rows
-from bebop.losses import accepted_at_anchors, expected_acceptance
-from bebop.mtp import MtpHead
+from bebop.mtp import Head
+from bebop.spec import RULES, DraftScores
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once
+PER_DEPTH = (
+    "alpha",
+    "target_logprob",
+    "draft_logprob",
+    "target_entropy",
+    "draft_entropy",
+    "target_prob_of_draft_argmax",
+    "is_draft_argmax",
+    "kl",
+)
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """Scored acceptance per depth, with what it is made of."""
+@dataclass(frozen=True, kw_only=True)
+class AnchorScores(DraftScores):
+    """Scores of N anchors; beside the fields of DraftScores, on the CPU:
 
+    target_entropy, draft_entropy, kl [K, N] in nats, kl = KL(p || q). document long [N]: the document that an anchor is
+    in, one of num_documents; anchors of one document depend on each other. position long [N]: the anchor's place in its
+    document, from 0.
+    """
+
+    target_entropy: Tensor
+    draft_entropy: Tensor
+    kl: Tensor
+    document: Tensor
+    position: Tensor
+    num_documents: int
     temperature: float
-    num_anchors: int
-    alpha: tuple[float, ...]  # [K] mean overlap over all anchors, each depth for itself
-    accepted: tuple[float, ...]  # [K] P(first j drafts accepted) under rejection sampling, weighted form
-    accepted_se: tuple[float, ...]  # [K] its standard errors, anchors taken as independent
-    acceptance_length: float  # expected tokens per target forward under rejection sampling, draft length K
-    acceptance_length_se: float
-    accepted_target_only: tuple[float, ...]  # [K] the same under target-only acceptance
-    accepted_block: tuple[float, ...]  # [K] the same under block verification
-    accepted_product: tuple[float, ...]  # [K] mean product of alphas along the text: biased, what e2e_tv trains
-    entropy_nats: float  # mean target entropy over the anchors' first depth
 
     @property
-    def acceptance_length_target_only(self) -> float:
-        return 1 + sum(self.accepted_target_only)
+    def entropy_nats(self) -> Tensor:
+        """float64 [N] target entropy at the first draft's position."""
+        return self.target_entropy[0].double()
 
-    @property
-    def acceptance_length_block(self) -> float:
-        return 1 + sum(self.accepted_block)
+    @cached_property
+    def accepted(self) -> dict[str, Tensor]:
+        """float64 [K, N] by rule; the mean over anchors is an unbiased estimate of P(the first j drafts accepted)."""
+        return {name: RULES[name].expected(self) for name in RULES}
 
-    @property
-    def acceptance_length_product(self) -> float:
-        return 1 + sum(self.accepted_product)
+    def length(self, rule: str) -> Tensor:
+        """float64 [N] expected acceptance length, in tokens per target forward."""
+        return 1 + self.accepted[rule].sum(0)
 
-    @property
-    def conditional(self) -> tuple[float, ...]:
-        """[K] P(depth j accepted | depth j-1 accepted), under rejection sampling."""
-        before = (1.0, *self.accepted[:-1])
-        return tuple(a / b if b else 0.0 for a, b in zip(self.accepted, before, strict=True))
+    def where(self, chosen: Tensor) -> AnchorScores:
+        """The anchors under a mask, bool [N]. Documents keep their numbers."""
+        parts = {name: getattr(self, name)[:, chosen] for name in PER_DEPTH}
+        if self.sampled_logprob is not None:
+            parts["sampled_logprob"] = self.sampled_logprob[:, chosen]
+        return replace(self, document=self.document[chosen], position=self.position[chosen], **parts)
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "conditional": self.conditional,
-            "acceptance_length_target_only": self.acceptance_length_target_only,
-            "acceptance_length_block": self.acceptance_length_block,
-            "acceptance_length_product": self.acceptance_length_product,
-        }
+    def of_documents(self, documents: Sequence[int]) -> AnchorScores:
+        """The anchors of some documents, which keep their numbers."""
+        return self.where(torch.isin(self.document, torch.tensor(list(documents))))
 
 
 @torch.no_grad()
-def statistics(
-    head: MtpHead,
-    batches: Iterable[TrainBatch],
+def score_anchors(
+    head: Head,
+    batch: TrainBatch,
     embed_weight: Tensor,
     lm_head_weight: Tensor,
     *,
-    depth: int,
     temperature: float,
-) -> dict[str, Tensor]:
-    """`anchor_statistics` [K,N] of the heads over all batches of text. Raises ValueError where they have no anchor."""
-    drafts = ((anchor_rows(head, batch, embed_weight, depth), batch) for batch in batches)
-    return join([anchor_statistics(rows, batch, lm_head_weight, temperature=temperature) for rows, batch in drafts])
-
-
-@torch.no_grad()
-def score_rows(
-    drafts: Iterable[tuple[Tensor, TrainBatch]],
-    lm_head_weight: Tensor,
-    *,
-    temperature: float,
+    sampled_logprobs: Tensor | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
-) -> Acceptance:
-    """drafts: the heads' output [K,N,D] at a batch's anchors, with the batch. chunk_elements: logits held at once."""
-    parts = [
-        anchor_statistics(rows, batch, lm_head_weight, temperature=temperature, chunk_elements=chunk_elements)
-        for rows, batch in drafts
-    ]
-    return acceptance_of(join(parts), temperature)
+) -> AnchorScores:
+    """Score the head's drafts at the anchors of a batch; the number of depths is that of batch.target_index.
 
-
-@torch.no_grad()
-def anchor_statistics(
-    rows: Tensor,
-    batch: TrainBatch,
-    lm_head_weight: Tensor,
-    *,
-    temperature: float,
-    chunk_elements: int = CHUNK_ELEMENTS,
-) -> dict[str, Tensor]:
-    """Statistics [K,N] of the heads' output [K,N,D] at a batch's anchors, from one sweep of the vocabulary."""
-    step = max(1, chunk_elements // (rows.shape[0] * lm_head_weight.shape[0]))
+    batch: token ids and the policy's hidden states, after its final norm. embed_weight, lm_head_weight [V, D]: the
+    policy's. sampled_logprobs [T]: log-probability with which each token was sampled, where an older policy sampled
+    the text; None: this policy did. chunk_elements: logits held at once. Documents are numbered as in the batch.
+    """
+    drafts = anchor_rows(head, batch, embed_weight, len(batch.target_index))
+    step = max(1, chunk_elements // (len(drafts) * len(lm_head_weight)))
     parts = []
-    for start in range(0, max(1, rows.shape[1]), step):
-        where = slice(start, start + step)
+    for start in range(0, max(1, drafts.shape[1]), step):
+        some = slice(start, start + step)
         # a position is the target of up to K anchors: its logits are computed once
-        positions, which = batch.target_index[:, where].unique(return_inverse=True)
-        target = (batch.hidden[positions], which)
-        parts.append(_statistics(rows[:, where], target, batch.labels[:, where], lm_head_weight, temperature))
-    return join(parts)
-
-
-def join(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Statistics [K,n] of several batches as one [K,N]. Raises ValueError without an anchor."""
-    if not parts or not any(part["alpha"].shape[1] for part in parts):
-        raise BadInput("text to score: 0 anchors; it needs sequences longer than the draft depth")
-    return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
-
-
-def accepted_by_rule(s: dict[str, Tensor]) -> dict[str, Tensor]:
-    """[K,N] by rule, what each anchor adds to P(first j drafts accepted), from `anchor_statistics`."""
-    text = (s["target_logprob"], s["draft_logprob"])
-    greedy = (torch.zeros_like(s["top_logweight"]), s["top_logweight"])
-    return {
-        "target_only": accepted_at_anchors(s["top_prob"], *greedy),
-        "rejection": accepted_at_anchors(s["alpha"], *text),
-        "block": accepted_at_anchors(s["alpha"], *text, rule="block"),
-    }
-
-
-def acceptance_of(s: dict[str, Tensor], temperature: float) -> Acceptance:
-    """Means over anchors of the statistics [K,N] of `anchor_statistics`."""
-    block = accepted_by_rule(s)["block"].mean(1)
-    sampled = expected_acceptance(s["alpha"], s["target_logprob"], s["draft_logprob"])
-    greedy = expected_acceptance(s["top_prob"], torch.zeros_like(s["top_logweight"]), s["top_logweight"])
-    return Acceptance(
+        positions, which = batch.target_index[:, some].unique(return_inverse=True)
+        target_logits = (batch.hidden[positions] @ lm_head_weight.T)[which.flatten()]
+        draft_logits = drafts[:, some].flatten(0, 1) @ lm_head_weight.T
+        tokens = batch.labels[:, some]
+        parts.append(_compare(draft_logits, target_logits, tokens, temperature))
+    sampled = None if sampled_logprobs is None else sampled_logprobs[batch.target_index + 1].cpu()
+    return AnchorScores(
+        **{name: torch.cat([part[name] for part in parts], dim=1) for name in PER_DEPTH},
+        sampled_logprob=sampled,
+        document=(torch.searchsorted(batch.cu_seqlens, batch.anchors, right=True) - 1).cpu(),
+        position=batch.position_ids[batch.anchors].cpu(),
+        num_documents=len(batch.cu_seqlens) - 1,
         temperature=temperature,
-        num_anchors=s["alpha"].shape[1],
-        alpha=tuple(s["alpha"].double().mean(dim=1).tolist()),
-        accepted=tuple(sampled.probability.tolist()),
-        accepted_se=tuple(sampled.standard_error.tolist()),
-        acceptance_length=sampled.acceptance_length.item(),
-        acceptance_length_se=sampled.acceptance_length_error.item(),
-        accepted_target_only=tuple(greedy.probability.tolist()),
-        accepted_block=tuple(block.tolist()),
-        accepted_product=tuple(s["alpha"].double().cumprod(0).mean(1).tolist()),
-        entropy_nats=s["target_entropy"][0].double().mean().item(),
     )
 
 
-def _statistics(
-    draft: Tensor, target: tuple[Tensor, Tensor], tokens: Tensor, weight: Tensor, temperature: float
-) -> dict[str, Tensor]:
-    """[K,n,D] draft rows, [m,D] target rows with which of them [K,n] go with the draft's, [K,n] tokens of the text ->
-    statistics [K,n]."""
-    shape, (rows, which) = tokens.shape, target
-    draft_logits, target_logits = draft.flatten(0, 1) @ weight.T, (rows @ weight.T)[which.flatten()]
-    found = tv_statistics(draft_logits, target_logits, tokens=tokens.flatten(), temperature=temperature)
-    is_top = draft_logits.argmax(dim=-1) == tokens.flatten()
-    columns = {
-        "alpha": found.alpha,
-        "target_logprob": found.target_logprob,
-        "draft_logprob": found.draft_logprob,
-        "target_entropy": found.target_entropy,
-        "top_prob": found.target_prob_of_draft_argmax,
-        "top_logweight": torch.where(is_top, 0.0, -torch.inf),
-    }
-    return {name: column.reshape(shape).cpu() for name, column in columns.items()}
+def score_batches(
+    head: Head, batches: Iterable[TrainBatch], embed_weight: Tensor, lm_head_weight: Tensor, *, temperature: float
+) -> AnchorScores:
+    """`score_anchors` over all batches of a text, whose documents are numbered in order. Raises ValueError without an
+    anchor."""
+    return concatenate(
+        [score_anchors(head, batch, embed_weight, lm_head_weight, temperature=temperature) for batch in batches]
+    )
+
+
+def concatenate(parts: Sequence[AnchorScores]) -> AnchorScores:
+    """Scores of several texts as one; documents are numbered on. Raises ValueError without an anchor."""
+    if not any(len(part.document) for part in parts):
+        raise BadInput("text to score: got 0 anchors, expected sequences longer than the draft depth")
+    first = list(itertools.accumulate((part.num_documents for part in parts), initial=0))
+    joined = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in PER_DEPTH}
+    sampled = [part.sampled_logprob for part in parts if part.sampled_logprob is not None]
+    return replace(
+        parts[0],
+        **joined,
+        sampled_logprob=torch.cat(sampled, dim=1) if sampled else None,
+        document=torch.cat([part.document + start for part, start in zip(parts, first, strict=False)]),
+        position=torch.cat([part.position for part in parts]),
+        num_documents=first[-1],
+    )
+
+
+def _compare(draft_logits: Tensor, target_logits: Tensor, tokens: Tensor, temperature: float) -> dict[str, Tensor]:
+    """Logits [K*n, V] and the text's tokens [K, n] -> the fields of PER_DEPTH [K, n]."""
+    statistics = tv_statistics(draft_logits, target_logits, tokens=tokens.flatten(), temperature=temperature)
+    fields = statistics._asdict() | {"is_draft_argmax": draft_logits.argmax(-1) == tokens.flatten()}
+    return {name: fields[name].reshape(tokens.shape).cpu() for name in PER_DEPTH}
 
 
 @torch.no_grad()
 def sequence_entropies(
     batches: Iterable[tuple[TrainBatch, Tensor]], lm_head_weight: Tensor, *, temperature: float
 ) -> list[float]:
-    """Mean target entropy (nats) of every sequence over its supervised tokens, at `temperature`.
+    """Mean target entropy (nats) of each sequence over its supervised tokens, at `temperature`.
 
     batches: each with its loss mask [T]. Sequences without a supervised token are left out.
     """
-    found: list[float] = []
+    means: list[float] = []
     step = max(1, CHUNK_ELEMENTS // lm_head_weight.shape[0])
     for batch, loss_mask in batches:
         bounds = batch.cu_seqlens.tolist()
@@ -201,5 +172,5 @@ def sequence_entropies(
                 logp = torch.log_softmax((batch.hidden[rows] @ lm_head_weight.T) / temperature, dim=-1)
                 total -= (logp.exp() * logp.clamp_min(-1e4)).sum().item()
             if read_at.numel():
-                found.append(total / read_at.numel())
-    return found
+                means.append(total / read_at.numel())
+    return means

@@ -15,7 +15,7 @@ from bebop.config.members import Member
 from bebop.errors import BadInput
 
 LossName = Annotated[str, Member("LOSSES")]
-Rule = Literal["rejection", "target_only", "block"]
+Rule = Annotated[str, Member("RULES")]
 TreeName = Literal["none", "topk", "rheo", "rrsw"]
 Impl = Literal["auto", "triton", "cpu", "reference"]
 FilePath = Annotated[Path, Field(strict=False)]

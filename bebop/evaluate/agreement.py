@@ -1,50 +1,50 @@
-"""Sampled against scored acceptance: does the engine serve the heads that the checkpoint has?
+"""Observed against scored acceptance: does the engine serve the heads that the checkpoint has?
 
-An engine's draft starts where the last one ended, so it stands less often where more is accepted, and its counters are
-no mean over positions. Given the text, where it stood is a renewal process that the scores determine: with a_j =
-P(first j drafts accepted | text) (bebop.losses.accepted_given_text), a round at anchor i accepts exactly j drafts with
-a_j - a_{j+1} and the next one stands at i + j + 1. So the expected visits are
+Each draft starts where the previous one ended, so well-predicted positions are visited less often, and the engine's
+counters are not averages over positions. Given the text, the positions that it visits are a renewal process that the
+scores determine: with a_j = P(first j drafts accepted | text) (ChainRule.given_text), a round at anchor i accepts
+exactly j drafts with probability a_j - a_{j+1}, and the next one starts at i + j + 1. So the expected visits are
 
     v_0 = 1,   v_i = sum_j v_{i-j-1} (a_j - a_{j+1}) at i-j-1,    j = 0..K, a_0 = 1, a_{K+1} = 0
 
-and the engine's accepted_j / drafts estimates sum v a_j / sum v on the very same text. What is left is the luck of the
-accept draws. Intervals are of the paired difference and hold in 99 % of runs for all of a run's tasks, temperatures and
-depths together (Bonferroni). Their width is the larger of two: from the spread over responses, by Student's t, and from
-the draws' own variance, which the text determines as it does the visits. The first alone is far too narrow where a
-response is short and seldom rejects: responses that were accepted whole show no spread.
+and the engine's ratio accepted_j / drafts estimates the predicted one, sum v a_j / sum v, on the same text. They differ
+only by the randomness of the accept draws. The interval of the difference is the larger of two: from the spread over
+responses, by Student's t, and from the variance of the accept draws, which the text determines as it does the visits.
+The first is far too narrow if responses are short and rejections rare: fully accepted responses show no spread. All
+intervals of a run hold together with probability 0.99 (Bonferroni).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from scipy.stats import norm, t
 
-from bebop.acceptance.per_document import Anchors
-from bebop.losses import accepted_given_text
+from bebop.acceptance import AnchorScores
 from bebop.records import DraftCounts
+from bebop.spec import RULES
 
-CONFIDENCE = 0.99  # of a whole run
-MIN_RESPONSES = 16  # fewer have intervals too wide to tell heads apart: such a comparison is not judged
+RUN_ERROR = 0.01  # probability that any interval of a run misses, shared by its comparisons
+MIN_RESPONSES = 16  # with fewer, intervals are too wide to tell heads apart: such a comparison is not judged
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """[K] each: the engine's ratio, the scored one at the places where the engine stood, their difference and the half
-    width of its interval; agrees: no depth's difference is beyond it, None where responses are too few to judge."""
+    """[K] each: the engine's ratio accepted_j / drafts, the ratio that the scores predict for the positions that the
+    engine visits, and the half width of the interval of their difference."""
 
     num_responses: int
     num_drafts: int
-    sampled: tuple[float, ...]
-    as_drafted: tuple[float, ...]
-    half_width: tuple[float, ...]
+    observed: tuple[float, ...]
+    predicted: tuple[float, ...]
+    half_width_99: tuple[float, ...]  # joint over the whole run
 
     @property
     def difference(self) -> tuple[float, ...]:
-        return tuple(a - b for a, b in zip(self.sampled, self.as_drafted, strict=True))
+        return tuple(a - b for a, b in zip(self.observed, self.predicted, strict=True))
 
     @property
     def judged(self) -> bool:
@@ -52,29 +52,27 @@ class Agreement:
 
     @property
     def agrees(self) -> bool | None:
+        """Whether no depth differs by more than its interval; None with too few responses to judge."""
         if not self.judged:
             return None
-        return all(abs(d) <= half for d, half in zip(self.difference, self.half_width, strict=True))
+        return all(abs(d) <= half for d, half in zip(self.difference, self.half_width_99, strict=True))
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "num_responses": self.num_responses,
-            "num_drafts": self.num_drafts,
-            "sampled": self.sampled,
-            "as_drafted": self.as_drafted,
-            "difference": self.difference,
-            "half_width_99": self.half_width,
-            "agrees": self.agrees,
-        }
+        return asdict(self) | {"difference": self.difference, "agrees": self.agrees}
 
 
 def compare(
-    anchors: Anchors, counts: Mapping[int, DraftCounts], *, rule: str, num_drafts: int, comparisons: int = 1
+    scores: AnchorScores,
+    counts: Mapping[int, DraftCounts],
+    *,
+    rule: str,
+    num_drafts: int,
+    confidence: float = 1 - RUN_ERROR,
 ) -> Agreement | None:
-    """anchors: scored at num_drafts depths or more. counts: the engine's, by response. rule: how it accepted.
-    comparisons: how many the run makes; they share its 1 %.
+    """Compare the engine's counts, by response, with the scores of the same responses at num_drafts depths or more.
 
-    None where fewer than 2 responses have drafts.
+    rule: how the engine accepted. confidence: of all depths of this comparison together. None if fewer than 2 responses
+    have drafts.
     """
     used = sorted(i for i, count in counts.items() if count.num_drafts)
     if len(used) < 2:
@@ -84,40 +82,29 @@ def compare(
         per_depth = counts[i].accepted_per_depth[:num_drafts]
         accepted[: len(per_depth), column] = per_depth
     drafts = np.array([counts[i].num_drafts for i in used], dtype=float)
-    given = _given_text(anchors, rule)[:num_drafts]
-    table = _by_response(given, anchors.response.numpy(), anchors.position.numpy(), used)
-    expected, visits = _along(table)
-    scored = expected.sum(1) / visits.sum()
-    return _judge(accepted, drafts, expected, visits, _luck(table, scored), comparisons)
-
-
-def _judge(
-    accepted: np.ndarray, drafts: np.ndarray, expected: np.ndarray, visits: np.ndarray, luck: np.ndarray, many: int
-) -> Agreement:
-    """accepted, drafts: the engine's; expected, visits, luck: by the scores; [K,S] or [S]. many: comparisons."""
-    depth, responses = accepted.shape
-    sampled, scored = accepted.sum(1) / drafts.sum(), expected.sum(1) / visits.sum()
-    influence = (accepted - sampled[:, None] * drafts) / drafts.sum() - (
-        expected - scored[:, None] * visits
-    ) / visits.sum()
-    spread = np.sqrt((influence**2).sum(1) * responses / (responses - 1))
-    drawn = np.sqrt(luck.sum(1)) / visits.sum()
-    tail = (1 - CONFIDENCE) / (2 * depth * many)
-    half_width = np.maximum(t.isf(tail, responses - 1) * spread, norm.isf(tail) * drawn)
-    return Agreement(
-        responses, int(drafts.sum()), *(tuple(map(float, value)) for value in (sampled, scored, half_width))
+    given = RULES[rule].given_text(scores).numpy()[:num_drafts]
+    return judge(
+        accepted, drafts, by_response(given, scores.document.numpy(), scores.position.numpy(), used), confidence
     )
 
 
-def _given_text(anchors: Anchors, rule: str) -> np.ndarray:
-    """[K,N] P(first j drafts accepted | text)."""
-    s = anchors.statistics
-    if rule == "target_only":
-        return (s["top_logweight"] == 0).double().cumprod(0).numpy()
-    return accepted_given_text(s["target_logprob"], s["draft_logprob"], rule=rule).numpy()
+def judge(accepted: np.ndarray, drafts: np.ndarray, table: np.ndarray, confidence: float) -> Agreement:
+    """accepted [K,S], drafts [S]: the engine's, by response; table: what the scores say, see by_response."""
+    expected, visits = expected_counts(table)
+    depth, responses = accepted.shape
+    observed, predicted = accepted.sum(1) / drafts.sum(), expected.sum(1) / visits.sum()
+    influence = (accepted - observed[:, None] * drafts) / drafts.sum() - (
+        expected - predicted[:, None] * visits
+    ) / visits.sum()
+    spread = np.sqrt((influence**2).sum(1) * responses / (responses - 1))
+    by_draws = np.sqrt(draw_variance(table, predicted).sum(1)) / visits.sum()
+    tail = (1 - confidence) / (2 * depth)
+    half_width = np.maximum(t.isf(tail, responses - 1) * spread, norm.isf(tail) * by_draws)
+    ratios = (tuple(map(float, value)) for value in (observed, predicted, half_width))
+    return Agreement(responses, int(drafts.sum()), *ratios)
 
 
-def _by_response(given: np.ndarray, response: np.ndarray, position: np.ndarray, used: Sequence[int]) -> np.ndarray:
+def by_response(given: np.ndarray, response: np.ndarray, position: np.ndarray, used: Sequence[int]) -> np.ndarray:
     """[K+2,L,S] a_0 .. a_{K+1} of every response in `used` by position; zero where there is no anchor."""
     column = {i: c for c, i in enumerate(used)}
     inside = np.isin(response, used)
@@ -128,7 +115,7 @@ def _by_response(given: np.ndarray, response: np.ndarray, position: np.ndarray, 
     return table
 
 
-def _along(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def expected_counts(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[K,S] expected accepted drafts and [S] expected drafts of every response, by the recursion above."""
     depth, length = len(table) - 2, table.shape[1]
     visits = np.zeros((length + depth + 1, table.shape[2]))
@@ -140,14 +127,14 @@ def _along(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (visits[None, :length] * table[1:-1]).sum(1), visits[:length].sum(0)
 
 
-def _luck(table: np.ndarray, scored: np.ndarray) -> np.ndarray:
-    """[K,S] variance of accepted - scored * drafts of every response, given its text. scored: [K].
+def draw_variance(table: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+    """[K,S] variance of accepted - predicted * drafts of every response, given its text. predicted: [K].
 
-    Backwards along the text: mean and mean square of what the rounds from an anchor on add, of which one that accepts
-    exactly j drafts adds [j >= depth] - scored.
+    Backwards along the text: mean and mean square of what the rounds from an anchor on add; a round that accepts
+    exactly j drafts adds [j >= depth] - predicted.
     """
     depth, length = len(table) - 2, table.shape[1]
-    adds = (np.arange(depth + 1) >= np.arange(1, depth + 1)[:, None]) - scored[:, None]  # [K,K+1]
+    adds = (np.arange(depth + 1) >= np.arange(1, depth + 1)[:, None]) - predicted[:, None]  # [K,K+1]
     ahead = [np.zeros((2, depth, table.shape[2]))] * (depth + 1)  # mean, mean square from the next anchors on
     for i in reversed(range(length)):
         here = np.zeros_like(ahead[0])

@@ -1,24 +1,42 @@
-"""The figures of `eval`, in the report's style: acceptance length against entropy, position and temperature, and where
-rejection sampling beats target-only acceptance."""
+"""The figures of `eval`, in the report's style: acceptance length against entropy, position and temperature, and the
+positions where rejection sampling beats target-only acceptance."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from bebop.acceptance.per_document import Anchors
+from bebop.acceptance import AnchorScores
 from bebop.evaluate.slopes import EntropySlope
-from bebop.monitor.report.plots import BLUE, GREEN, GREY, INK, RED, figure_of, legend_below, save, styled
+from bebop.monitor.report.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    figure_of,
+    legend_below,
+    save,
+    styled,
+)
+from bebop.spec import RULES
 
-RULES = {"rejection": RED, "block": BLUE, "target_only": GREEN}
+COLOURS = (RED, GREEN, BLUE, ORANGE, PURPLE, SKY)  # of the rules, in the order of RULES
 LENGTH = "expected acceptance length\n[tokens per target forward]"
-BINS, MIN_BIN = 12, 10  # of the curves; a bin of fewer positions is not drawn
+BINS = 12
+MIN_BIN = 10  # a bin of fewer positions is not drawn
 
 
-def write_figures(run_dir: Path, sweep: Mapping[float, Anchors], slopes: Mapping[float, EntropySlope]) -> list[str]:
+def write_figures(
+    run_dir: Path, sweep: Mapping[float, AnchorScores], slopes: Mapping[float, EntropySlope]
+) -> list[str]:
     """PNGs of the first temperature, and of the sweep where it has several; their names."""
     first = next(iter(sweep))
     figures = {
@@ -34,14 +52,14 @@ def write_figures(run_dir: Path, sweep: Mapping[float, Anchors], slopes: Mapping
 
 
 @styled
-def over_entropy(anchors: Anchors, slope: EntropySlope, temperature: float) -> Figure:
-    """Mean acceptance length by even bins of the entropy, and the line that is fitted to all positions."""
-    h = anchors.entropy_nats.numpy()
+def over_entropy(scores: AnchorScores, slope: EntropySlope, temperature: float) -> Figure:
+    """Mean acceptance length by even bins of the entropy, and the line fitted to all positions."""
+    h = scores.entropy_nats.numpy()
     figure, (axes,) = figure_of(1)
-    _binned(axes, anchors, h, np.linspace(h.min(), h.max(), BINS + 1))
+    _binned(axes, scores, h, np.linspace(h.min(), h.max(), BINS + 1))
     if slope.status == "ok":
         grid = np.array([h.min(), h.max()])
-        label = f"line, rejection: {slope.slope:+.3f} [{slope.low:+.3f}, {slope.high:+.3f}] per nat"
+        label = f"line, rejection sampling: {slope.slope:+.3f} [{slope.low:+.3f}, {slope.high:+.3f}] per nat"
         axes.plot(grid, slope.intercept + slope.slope * grid, color=INK, linestyle=":", label=label)
     axes.set(xlabel="target entropy [nats]", ylabel=LENGTH)
     axes.set_title(f"Acceptance length against target entropy, T = {temperature:g}")
@@ -50,11 +68,11 @@ def over_entropy(anchors: Anchors, slope: EntropySlope, temperature: float) -> F
 
 
 @styled
-def over_position(anchors: Anchors, temperature: float) -> Figure:
-    """Mean acceptance length by the place in the response."""
-    position = anchors.position.numpy().astype(float)
+def over_position(scores: AnchorScores, temperature: float) -> Figure:
+    """Mean acceptance length by the position in the response."""
+    position = scores.position.numpy().astype(float)
     figure, (axes,) = figure_of(1)
-    _binned(axes, anchors, position, np.unique(np.quantile(position, np.linspace(0, 1, BINS + 1)).round()))
+    _binned(axes, scores, position, np.unique(np.quantile(position, np.linspace(0, 1, BINS + 1)).round()))
     axes.set(xlabel="token of the response that the draft follows", ylabel=LENGTH)
     axes.set_title(f"Acceptance length against position, T = {temperature:g}")
     legend_below(figure)
@@ -62,15 +80,17 @@ def over_position(anchors: Anchors, temperature: float) -> Figure:
 
 
 @styled
-def boundary(anchors: Anchors, temperature: float) -> Figure:
+def boundary(scores: AnchorScores, temperature: float) -> Figure:
     """Positions at depth 1 by d_TV and 1 - p(argmax q); below the diagonal rejection sampling accepts more."""
-    x = 1 - anchors.statistics["top_prob"][0].numpy()
-    y = 1 - anchors.statistics["alpha"][0].numpy()
+    x = 1 - scores.target_prob_of_draft_argmax[0].numpy()
+    y = 1 - scores.alpha[0].numpy()
     figure, (axes,) = figure_of(1)
     shown = axes.hexbin(x, y, gridsize=40, extent=(0, 1, 0, 1), bins="log", cmap="Blues", mincnt=1)
     figure.colorbar(shown, ax=axes, pad=0.02, label="positions")
     share = float((y < x).mean())
-    axes.plot([0, 1], [0, 1], color=RED, label=f"equal; below it, {share:.0%} of positions, rejection is ahead")
+    axes.plot(
+        [0, 1], [0, 1], color=RED, label=f"equal; below it ({share:.0%} of positions) rejection sampling accepts more"
+    )
     axes.set(xlabel="1 - p(argmax q), rejected by target-only", ylabel="d_TV, rejected by\nrejection sampling")
     axes.set_title(f"Rejection sampling or target-only, depth 1, T = {temperature:g}")
     legend_below(figure)
@@ -78,13 +98,13 @@ def boundary(anchors: Anchors, temperature: float) -> Figure:
 
 
 @styled
-def over_temperature(sweep: Mapping[float, Anchors]) -> Figure:
+def over_temperature(sweep: Mapping[float, AnchorScores]) -> Figure:
     """Mean acceptance length and entropy at every temperature."""
     figure, (upper, lower) = figure_of(2, height=5.2, sharex=True)
     temperatures = sorted(sweep)
-    for rule, colour in RULES.items():
+    for rule, colour in _rules():
         y = [sweep[t].length(rule).mean().item() for t in temperatures]
-        upper.plot(temperatures, y, color=colour, marker="o", markersize=4, label=rule)
+        upper.plot(temperatures, y, color=colour, marker="o", markersize=4, label=RULES[rule].title)
     upper.set_ylabel(LENGTH)
     upper.set_title("Acceptance length and entropy over temperatures")
     lower.plot(temperatures, [sweep[t].entropy_nats.mean().item() for t in temperatures], color=GREY, marker="o")
@@ -93,16 +113,21 @@ def over_temperature(sweep: Mapping[float, Anchors]) -> Figure:
     return figure
 
 
-def _binned(axes, anchors: Anchors, x: np.ndarray, edges: Sequence[float]) -> None:
-    """Means of the acceptance length in bins of x by rule, 95 % bands over positions; equal rules cover each other."""
+def _rules() -> Iterator[tuple[str, str]]:
+    """Names of the rules, each with its colour."""
+    return ((name, COLOURS[i % len(COLOURS)]) for i, name in enumerate(RULES))
+
+
+def _binned(axes: Any, scores: AnchorScores, x: np.ndarray, edges: np.ndarray) -> None:
+    """Mean acceptance length in bins of x by rule, with 95 % bands over positions. Equal curves hide each other."""
     which = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, max(0, len(edges) - 2))
     bins = [b for b in np.unique(which) if (which == b).sum() >= MIN_BIN]
-    for rule, colour in RULES.items() if bins else ():
-        length, points = anchors.length(rule).numpy(), []
+    for rule, colour in _rules() if bins else ():
+        length, points = scores.length(rule).numpy(), []
         for b in bins:
             inside = length[which == b]
             error = inside.std(ddof=1) / len(inside) ** 0.5
             points.append((x[which == b].mean(), inside.mean(), 1.96 * error))
         centre, mean, half = np.array(points).T
         axes.fill_between(centre, mean - half, mean + half, color=colour, alpha=0.13, linewidth=0)
-        axes.plot(centre, mean, color=colour, marker="o", markersize=4, label=rule)
+        axes.plot(centre, mean, color=colour, marker="o", markersize=4, label=RULES[rule].title)

@@ -1,4 +1,4 @@
-"""The responses of an eval, kept by temperature as they come, so that a stopped run goes on where it was."""
+"""The responses of an eval, stored by temperature as they are sampled, so that a stopped run resumes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(run_dir: Path, temperature: float, policy: str, rollouts: Sequence[Rol
 
 
 def read(run_dir: Path, temperature: float, policy: str, prompts: Sequence[Sequence[int]]) -> list[Rollout] | None:
-    """What was written for these prompts by the same policy, in their order; None where there is none."""
+    """The responses stored for these prompts by the same policy, in the prompts' order; None if there are none."""
     path = _path(run_dir, temperature)
     if not path.is_file():
         return None

@@ -2,12 +2,12 @@
 
     AL = intercept + slope H      ordinary least squares, H in nats
 
-over tokens: every anchor with its own expected acceptance length and entropy, at one temperature. over temperatures:
-the mean of each temperature, unweighted. Anchors of a response depend on each other, and responses to a prompt at
-several temperatures do: intervals are from 2000 bootstrap draws of prompts with all that belongs to them (percentiles).
-They hold for the prompts' luck, not for how well a line fits: over few temperatures it is a summary, not a law.
+over tokens: one point per anchor, its expected acceptance length and entropy, at one temperature. over temperatures:
+one point per temperature, the means over its anchors, unweighted. Anchors of one response depend on each other, and so
+do responses to one prompt at several temperatures: intervals are percentiles of 2000 bootstrap samples of whole prompts.
+They cover the choice of prompts, not how well a line fits: over few temperatures the slope is a summary, not a law.
 
-relative: slope / mean AL, by which heads of different quality compare.
+relative: slope / mean AL, to compare heads of different quality.
 """
 
 from __future__ import annotations

@@ -1,106 +1,78 @@
 """The result of `eval` as rows: one per task, temperature and depth, raw counts beside every ratio.
 
-sampled: the engine's counters, pooled over requests. as_drafted: scored at the places where the engine stood; the two
-must agree (bebop.evaluate.agreement). scored, by rule: the heads re-run on the sampled text, every position alike.
+observed: the engine's counters, pooled over requests. predicted: what the scores predict for the positions that the
+engine visits; the two must agree (bebop.evaluate.agreement). scored_<rule>: the heads run again on the sampled text, the
+mean over all positions.
 """
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from bebop.acceptance.scores import Acceptance
+from bebop.acceptance import Acceptance
 from bebop.evaluate.agreement import Agreement
 from bebop.records import DraftCounts
+from bebop.spec import RULES
+from bebop.store.tables import format_table
+
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Row:
-    """Draft depth `depth` of one task at one temperature. Probabilities are of the first `depth` drafts all accepted,
-    but for alpha and rejection_ahead, which are of this depth for itself."""
+def rows_of(task: str, counts: DraftCounts | None, scored: Acceptance, agreement: Agreement | None) -> list[Row]:
+    """[K] rows of one task, K the depth that was scored.
 
-    task: str
-    temperature: float
-    depth: int
-    num_drafts: int | None  # the engine's; None: it drafts less deep, or not at all
-    num_accepted: int | None
-    sampled: float | None  # num_accepted / num_drafts, under the rollout's rule
-    as_drafted: float | None  # what it should be, by the scores
-    half_width_99: float | None  # of their difference, jointly over the run; None: too few responses to judge
-    scored_target_only: float
-    scored_rejection: float
-    scored_rejection_se: float  # over responses
-    scored_block: float
-    product: float  # mean product of alphas along the text: biased, for comparison
-    alpha: float  # mean sum min(p, q)
-    rejection_ahead: float  # share of positions where d_TV < 1 - p(argmax q): rejection sampling beats target-only
-    num_anchors: int
-
-
-def rows_of(
-    task: str,
-    counts: DraftCounts | None,
-    scored: Acceptance,
-    agreement: Agreement | None,
-    errors: Sequence[float],
-    ahead: Sequence[float],
-) -> list[Row]:
-    """[K] rows of one task, K the depth that was scored. errors, ahead [K]: see Row."""
-    accepted = counts.accepted_per_depth if counts and counts.num_drafts else ()
+    Probabilities are of the first `depth` drafts all accepted; alpha and rejection_ahead are of this depth only. Values
+    of the engine are None where it drafts less deep, or not at all; half_width_99 is also None with too few responses.
+    """
+    observed = counts.accepted_per_depth if counts and counts.num_drafts else ()
     rows = []
-    for j in range(len(scored.accepted)):
-        known = counts is not None and j < len(accepted)
-        held = agreement if agreement is not None and j < len(agreement.sampled) else None
+    for j, alpha in enumerate(scored.alpha):
+        known = counts is not None and j < len(observed)
+        held = agreement if agreement is not None and j < len(agreement.observed) else None
+        row: Row = {
+            "task": task,
+            "temperature": scored.temperature,
+            "depth": j + 1,
+            "num_drafts": counts.num_drafts if known else None,
+            "num_accepted": observed[j] if known else None,
+            "observed": observed[j] / counts.num_drafts if known else None,
+            "predicted": held.predicted[j] if held else None,
+            "half_width_99": held.half_width_99[j] if held and held.judged else None,
+        }
+        for name, rule in scored.rules.items():
+            row |= {f"scored_{name}": rule.accepted[j], f"scored_{name}_se": rule.accepted_se[j]}
         rows.append(
-            Row(
-                task=task,
-                temperature=scored.temperature,
-                depth=j + 1,
-                num_drafts=counts.num_drafts if known else None,
-                num_accepted=accepted[j] if known else None,
-                sampled=accepted[j] / counts.num_drafts if known else None,
-                as_drafted=held.as_drafted[j] if held else None,
-                half_width_99=held.half_width[j] if held and held.judged else None,
-                scored_target_only=scored.accepted_target_only[j],
-                scored_rejection=scored.accepted[j],
-                scored_rejection_se=errors[j],
-                scored_block=scored.accepted_block[j],
-                product=scored.accepted_product[j],
-                alpha=scored.alpha[j],
-                rejection_ahead=ahead[j],
-                num_anchors=scored.num_anchors,
-            )
+            row
+            | {
+                "product": scored.accepted_product[j],  # of alphas along the text: biased, for comparison
+                "alpha": alpha,
+                "rejection_ahead": scored.rejection_ahead[j],
+                "num_anchors": scored.num_anchors,
+            }
         )
     return rows
 
 
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+def render(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as a table for the console."""
+    return format_table([_shown(row) for row in rows])
 
 
-def render(rows: Sequence[Row]) -> str:
-    """The rows as an aligned table."""
-    head = (
-        *("task", "T", "depth", "accepted / drafts", "sampled", "as drafted (±99 %)"),
-        *("target-only", "rejection (s.e.)", "block", "product", "alpha", "RS ahead"),
-    )
-    lines = [head]
-    for row in rows:
-        counts = "-" if row.num_drafts is None else f"{row.num_accepted} / {row.num_drafts}"
-        sampled = "-" if row.sampled is None else f"{row.sampled:.4f}"
-        width = "too few to judge" if row.half_width_99 is None else f"{row.half_width_99:.4f}"
-        drafted = "-" if row.as_drafted is None else f"{row.as_drafted:.4f} ({width})"
-        lines.append(
-            (
-                *(row.task, f"{row.temperature:g}", str(row.depth), counts, sampled, drafted),
-                *(f"{row.scored_target_only:.4f}", f"{row.scored_rejection:.4f} ({row.scored_rejection_se:.4f})"),
-                *(f"{row.scored_block:.4f}", f"{row.product:.4f}", f"{row.alpha:.4f}", f"{row.rejection_ahead:.0%}"),
-            )
-        )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+def _shown(row: Mapping[str, Any]) -> dict[str, str]:
+    def number(key: str) -> str:
+        return "-" if row[key] is None else f"{row[key]:.4f}"
+
+    width = "too few to judge" if row["half_width_99"] is None else number("half_width_99")
+    return {
+        "task": row["task"],
+        "T": f"{row['temperature']:g}",
+        "depth": str(row["depth"]),
+        "accepted / drafts": "-" if row["num_drafts"] is None else f"{row['num_accepted']} / {row['num_drafts']}",
+        "observed": number("observed"),
+        "predicted (±99 %)": "-" if row["predicted"] is None else f"{number('predicted')} ({width})",
+        **{RULES[name].title: f"{number(f'scored_{name}')} ({number(f'scored_{name}_se')})" for name in RULES},
+        "product": number("product"),
+        "alpha": number("alpha"),
+        "rejection ahead": f"{row['rejection_ahead']:.0%}",
+    }

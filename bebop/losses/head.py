@@ -1,5 +1,4 @@
-"""One entry for every training loss of the heads, and the scoring of drafts on text. Method: Bebop section 4, arXiv
-2602.23881.
+"""One entry for every training loss of the heads. Method: Bebop section 4, arXiv 2602.23881.
 
 Shapes: K depths, N anchors, M backbone positions, D width, V vocabulary. The backbone's hidden states and the
 vocabulary matrix are constants here: gradient reaches draft_hidden and nothing else.
@@ -8,8 +7,7 @@ vocabulary matrix are constants here: gradient reaches draft_hidden and nothing 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from bebop_kernels import Rows, TvStatistics, linear_rows, linear_tv_overlap, tv_statistics
+from bebop_kernels import Rows, linear_rows, linear_tv_overlap
 from torch import Tensor
 
 from bebop.errors import BadInput
@@ -66,45 +64,6 @@ def _with_labels(loss: HeadLoss, labels: Tensor):
         return of_rows(draft, target, index, labels[depth, anchors], want_grad)
 
     return rows
-
-
-@torch.no_grad()
-def score_drafts(
-    draft_hidden: Tensor,
-    target_hidden: Tensor,
-    weight: Tensor,
-    target_index: Tensor,
-    tokens: Tensor | None = None,
-    *,
-    temperature: float = 1.0,
-    impl: str = "auto",
-    chunk_anchors: int = 512,
-) -> TvStatistics:
-    """tv_statistics per depth and anchor, each field [K, N]: what `expected_acceptance` and the slope are made of.
-
-    Arguments as in head_loss; tokens long [K, N] are the text's tokens, whose log-probabilities are then given too. The
-    [rows, V] logits live for `chunk_anchors` rows at a time.
-    """
-    depths, anchors = target_index.shape
-    rows = []
-    for k in range(depths):
-        for a in range(0, anchors, chunk_anchors):
-            part = slice(a, a + chunk_anchors)
-            rows.append(
-                tv_statistics(
-                    F.linear(draft_hidden[k, part], weight),
-                    F.linear(target_hidden[target_index[k, part]], weight),
-                    tokens=None if tokens is None else tokens[k, part],
-                    temperature=temperature,
-                    impl=impl,
-                )
-            )
-    if not rows:
-        empty = draft_hidden.new_empty((depths, 0), dtype=torch.float32)
-        return TvStatistics(*[empty] * (5 if tokens is None else 7))
-    return TvStatistics(
-        *(None if field[0] is None else torch.cat(field).view(depths, anchors) for field in zip(*rows, strict=True))
-    )
 
 
 def _check_labels(labels: Tensor, target_index: Tensor, vocab_size: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bebop.acceptance.scores import Acceptance
+from bebop.acceptance import Acceptance
 from bebop.data.self_distill import META
 from bebop.mtp import checkpoint_checksums, head_tensors, write_checkpoint
 from bebop.sft.job import Job
@@ -44,7 +44,7 @@ def export(job: Job, tensors: Mapping[str, Tensor], scored: Acceptance, facts: M
         "conditional": scored.conditional,
         "acceptance_length": scored.acceptance_length,
         "acceptance_length_se": scored.acceptance_length_se,
-        "acceptance_length_target_only": scored.acceptance_length_target_only,
+        "acceptance_length_target_only": scored.rules["target_only"].acceptance_length,
         "all_tasks": scored.as_dict(),
         **facts,
         "config": config.model_dump(mode="json"),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bebop.acceptance.scores import Acceptance, acceptance_of, join, statistics
+from bebop.acceptance import Acceptance, AnchorScores, concatenate, score_batches, summarise
 from bebop.backbone import load_backbone
 from bebop.config import Loss, Sft
 from bebop.data.batches import TrainBatch
@@ -160,23 +160,20 @@ class Training:
     def _score(self, done: int) -> Acceptance:
         """Scored acceptance on held-out text after `done` steps, on every rank."""
         with self.trainer.gathered():
-            scored = acceptance_of(self._statistics(self.data.heldout()), self.loss.temperature)
+            scored = summarise(self._scores(self.data.heldout()))
         self.sinks.write("sft_eval", scored.as_dict(), step=done)
         return scored
 
     def _score_by_task(self) -> tuple[dict[str, Acceptance], Acceptance]:
-        """The same after the last step, of every task's held-out text for itself and of all of it, from one pass."""
+        """The same after the last step, for each task's held-out text and for all of it, from one pass."""
         with self.trainer.gathered():
-            found = {task: self._statistics(batches) for task, batches in self.data.heldout_by_task()}
-        temperature = self.loss.temperature
-        scored = acceptance_of(join(list(found.values())), temperature)
+            scores = {task: self._scores(batches) for task, batches in self.data.heldout_by_task()}
+        scored = summarise(concatenate(list(scores.values())))
         self.sinks.write("sft_eval", scored.as_dict(), step=self.sft.regression_steps + self.sft.steps)
-        return {task: acceptance_of(each, temperature) for task, each in found.items()}, scored
+        return {task: summarise(each) for task, each in scores.items()}, scored
 
-    def _statistics(self, batches: Iterable[TrainBatch]) -> dict[str, torch.Tensor]:
-        return statistics(
-            self.objective.head, batches, *self.frozen, depth=self.sft.depth, temperature=self.loss.temperature
-        )
+    def _scores(self, batches: Iterable[TrainBatch]) -> AnchorScores:
+        return score_batches(self.objective.head, batches, *self.frozen, temperature=self.loss.temperature)
 
 
 def _warmup(loss: Loss) -> str:

@@ -44,7 +44,7 @@ def test_the_policy_s_own_samples_are_kept_with_their_logprobs(heads):
     assert not held & {row.prompt_ids for row in rows}
 
 
-def test_sampled_acceptance_of_the_served_heads_equals_the_scored_one(heads, tmp_path, monkeypatch):
+def test_observed_acceptance_of_the_served_heads_equals_the_scored_one(heads, tmp_path, monkeypatch):
     """The engine loads the checkpoint as it is; what it accepts is what the trainer's own computation says."""
     result, _ = heads
     config = EvalConfig(
@@ -61,8 +61,8 @@ def test_sampled_acceptance_of_the_served_heads_equals_the_scored_one(heads, tmp
     assert agreement["num_drafts"] == counts["num_drafts"] and agreement["agrees"], agreement
     assert max(agreement["half_width_99"]) < 0.05 and not summary["alarms"]
     for depth in range(3):
-        sampled = counts["accepted_per_depth"][depth] / counts["num_drafts"]
-        assert sampled == agreement["sampled"][depth]
+        observed = counts["accepted_per_depth"][depth] / counts["num_drafts"]
+        assert observed == agreement["observed"][depth]
         assert scored["accepted_block"][depth] >= scored["accepted"][depth] - 1e-9
     assert result.summary["acceptance_length"] == pytest.approx(scored["acceptance_length"], abs=0.1)
     (record,) = read_records(tmp_path, "eval")

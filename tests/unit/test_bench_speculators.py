@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
-from bebop.acceptance.scores import acceptance_of, statistics
+from bebop.acceptance import score_batches, summarise
 from bebop.backbone import load_backbone
 from bebop.backbone.hidden_states import HiddenStates
 from bebop.bench.speculators import rival
 from bebop.bench.speculators.policy import shared_policy
-from bebop.bench.speculators.scored import Pooled, score_documents
+from bebop.bench.speculators.scored import Pooled, by_document
 from bebop.config import Model
 from bebop.data.batches import pack_rows
 from bebop.data.self_distill import TextRow
@@ -60,11 +60,12 @@ def test_documents_pool_to_the_acceptance_that_training_reports(policy, text):
     backbone, _, batches = text
     weights = (backbone.embed_weight, backbone.lm_head_weight)
     head = load_heads(policy)
-    ours = score_documents(head, batches, *weights, depth=DEPTH, temperature=0.8)
-    reported = acceptance_of(statistics(head, batches, *weights, depth=DEPTH, temperature=0.8), 0.8)
+    scores = score_batches(head, batches, *weights, temperature=0.8)
+    ours, reported = by_document(scores), summarise(scores)
     assert len(ours.length.count) == 5 and ours.length.count.sum() == reported.num_anchors
     assert ours.length.value == pytest.approx(reported.acceptance_length, abs=1e-6)
     assert [each.value for each in ours.accepted] == pytest.approx(reported.accepted, abs=1e-6)
+    assert ours.length.error == pytest.approx(reported.acceptance_length_se, rel=1e-9)
 
 
 def test_a_gain_is_paired_by_document():

@@ -1,13 +1,13 @@
-"""Sampled against scored acceptance: how seldom a right engine is accused, and how surely one with other heads is."""
+"""Observed against scored acceptance: how rarely a correct engine raises an alarm, and how surely other heads do."""
 
 import numpy as np
 import pytest
 import torch
 
-from bebop.acceptance.per_document import Anchors
+from bebop.acceptance import AnchorScores, summarise
 from bebop.evaluate import stage
-from bebop.evaluate.agreement import MIN_RESPONSES, _along, _judge, _luck, compare
-from bebop.evaluate.table import Row, render
+from bebop.evaluate.agreement import MIN_RESPONSES, RUN_ERROR, compare, draw_variance, expected_counts, judge
+from bebop.evaluate.table import render, rows_of
 from bebop.records import DraftCounts
 
 DEPTH = 3
@@ -59,23 +59,21 @@ def _share_of_runs_with_alarm(rng, times, *, sizes, temperatures, tokens, alpha,
         tables.append(_joined(tables))
         played.append(tuple(np.concatenate(parts, -1) for parts in zip(*played, strict=True)))
         for table, (accepted, drafts) in zip(tables, played, strict=True):
-            expected, visits = _along(table)
-            luck = _luck(table, expected.sum(1) / visits.sum())
-            found = (_judge(a, d, expected, visits, luck, many) for a, d in zip(accepted, drafts, strict=True))
-            alarms |= np.array([each.agrees is False for each in found])
+            judged = (judge(a, d, table, 1 - RUN_ERROR / many) for a, d in zip(accepted, drafts, strict=True))
+            alarms |= np.array([each.agrees is False for each in judged])
     return alarms.mean()
 
 
 @pytest.mark.parametrize("alpha", [0.6, 0.95])
-def test_a_right_engine_is_accused_in_one_run_of_a_hundred_at_most(alpha):
-    """Few and short responses; at .95 many of them are accepted whole, so that they show no spread."""
+def test_a_correct_engine_raises_an_alarm_in_at_most_1_of_100_runs(alpha):
+    """Few and short responses; at 0.95 many are fully accepted, so that they show no spread."""
     rng = np.random.default_rng(0)
     share = _share_of_runs_with_alarm(rng, 1500, sizes=(16, 40), temperatures=2, tokens=20, alpha=alpha)
     assert share <= 0.015
 
 
 @pytest.mark.parametrize("alpha", [0.7, 0.9])
-def test_heads_whose_alpha_is_off_by_a_twentieth_are_seen_at_64_responses(alpha):
+def test_an_alpha_off_by_a_twentieth_is_detected_with_64_responses(alpha):
     rng = np.random.default_rng(1)
     share = _share_of_runs_with_alarm(rng, 100, sizes=(64,), temperatures=1, tokens=60, alpha=alpha, by=0.05)
     assert share > 0.95
@@ -83,55 +81,63 @@ def test_heads_whose_alpha_is_off_by_a_twentieth_are_seen_at_64_responses(alpha)
     assert several > 0.95, "over more comparisons each interval is wider, and the tasks together have more responses"
 
 
-def test_the_luck_of_the_draws_is_that_of_played_rounds():
+def test_the_variance_of_the_draws_is_that_of_played_rounds():
     rng = np.random.default_rng(2)
     table = _text(rng, 5, 12, 0.8)
-    expected, visits = _along(table)
+    expected, visits = expected_counts(table)
     scored = expected.sum(1) / visits.sum()
     accepted, drafts = _play(rng, table, 40_000)
     played = (accepted - scored[:, None] * drafts[:, None]).var(0)
-    assert _luck(table, scored) == pytest.approx(played, rel=0.05)
+    assert draw_variance(table, scored) == pytest.approx(played, rel=0.05)
 
 
 def _case(rng, responses, by=0.0):
-    """Anchors and the engine's counts of as many responses."""
+    """Scores and the engine's counts of as many responses."""
     table = _text(rng, responses, 40, 0.8)
     position, response = np.nonzero(table[0])
     given = table[1:-1, position, response]
-    alone = np.concatenate([given[:1], given[1:] / given[:-1]])
+    own = torch.tensor(np.concatenate([given[:1], given[1:] / given[:-1]]))
     ((accepted,), (drafts,)) = _play(rng, _worse(table, by), 1)
-    statistics = {"target_logprob": torch.zeros(given.shape), "draft_logprob": torch.tensor(alone).log()}
-    anchors = Anchors(statistics, {}, torch.tensor(response), torch.tensor(position), 1.0)
+    zeros = torch.zeros(given.shape)
+    scores = AnchorScores(
+        alpha=own,
+        target_logprob=zeros,
+        draft_logprob=own.log(),
+        target_prob_of_draft_argmax=zeros,
+        is_draft_argmax=zeros.bool(),
+        target_entropy=zeros,
+        draft_entropy=zeros,
+        kl=zeros,
+        document=torch.tensor(response),
+        position=torch.tensor(position),
+        num_documents=responses,
+        temperature=1.0,
+    )
     counts = {
         i: DraftCounts(int(drafts[i]), DEPTH * int(drafts[i]), tuple(map(int, accepted[:, i])))
         for i in range(responses)
     }
-    return anchors, counts
+    return scores, counts
 
 
 @pytest.mark.parametrize(("by", "agrees"), [(0.0, True), (0.3, False)])
 def test_counts_of_responses_are_compared_with_their_scores(by, agrees):
-    anchors, counts = _case(np.random.default_rng(3), 64, by)
-    found = compare(anchors, counts, rule="rejection", num_drafts=DEPTH)
-    assert found.agrees is agrees and found.num_responses == 64
-    assert found.as_dict()["agrees"] is agrees
-    shared = compare(anchors, counts, rule="rejection", num_drafts=DEPTH, comparisons=10)
-    assert all(a > b for a, b in zip(shared.half_width, found.half_width, strict=True))
+    scores, counts = _case(np.random.default_rng(3), 64, by)
+    agreement = compare(scores, counts, rule="rejection", num_drafts=DEPTH)
+    assert agreement.agrees is agrees and agreement.num_responses == 64
+    assert agreement.as_dict()["agrees"] is agrees
+    shared = compare(scores, counts, rule="rejection", num_drafts=DEPTH, confidence=0.999)
+    assert all(a > b for a, b in zip(shared.half_width_99, agreement.half_width_99, strict=True))
 
 
 def test_too_few_responses_raise_no_alarm_and_say_so():
-    """One response less than needed, of heads that are plainly others."""
-    anchors, counts = _case(np.random.default_rng(3), MIN_RESPONSES, 0.5)
-    assert compare(anchors, counts, rule="rejection", num_drafts=DEPTH).agrees is False
+    """One response fewer than needed, of heads that are plainly others."""
+    scores, counts = _case(np.random.default_rng(3), MIN_RESPONSES, 0.5)
+    assert compare(scores, counts, rule="rejection", num_drafts=DEPTH).agrees is False
     del counts[0]
-    found = compare(anchors, counts, rule="rejection", num_drafts=DEPTH)
-    assert found.agrees is None and not found.judged
-    assert not stage._alarms({"temperature": 1.0, "tasks": {"all": {"agreement": found.as_dict()}}})
-    scores = dict.fromkeys(
-        ("scored_target_only", "scored_rejection", "scored_rejection_se", "scored_block", "product", "alpha"), 0.5
-    )
-    row = Row(
-        "all", 1.0, 1, 90, 45, 0.5, found.as_dict()["as_drafted"][0], None, **scores, rejection_ahead=0, num_anchors=9
-    )
-    assert "too few to judge" in render([row])
-    assert compare(anchors, {1: counts[1]}, rule="rejection", num_drafts=DEPTH) is None
+    agreement = compare(scores, counts, rule="rejection", num_drafts=DEPTH)
+    assert agreement.agrees is None and not agreement.judged
+    assert not stage.alarms({"temperature": 1.0, "tasks": {"all": {"agreement": agreement.as_dict()}}})
+    rows = rows_of("all", sum(counts.values(), DraftCounts()), summarise(scores), agreement)
+    assert "too few to judge" in render(rows)
+    assert compare(scores, {1: counts[1]}, rule="rejection", num_drafts=DEPTH) is None

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from bebop.acceptance import score_batches
 from bebop.backbone import load_backbone
 from bebop.bench.speculators import memory, rival
 from bebop.bench.speculators.policy import shared_policy
-from bebop.bench.speculators.scored import Pooled, Scored, score_documents
+from bebop.bench.speculators.scored import Pooled, Scored, by_document
 from bebop.config import BenchConfig, Loss, Model, Sft, SftConfig
 from bebop.data import load_tokenizer, make_prompts
 from bebop.data.prompts import encode_prompts
@@ -151,13 +152,8 @@ class _Comparison:
         head = load_heads(checkpoint)
         if head is None:
             raise RuntimeError(f"{checkpoint}: no heads in it after training")
-        scored = score_documents(
-            head.float().to(self.weights[0].device),
-            self.heldout,
-            *self.weights,
-            depth=self.base.sft.depth,
-            temperature=self.config.rollout.temperature,
-        )
+        head, temperature = head.float().to(self.weights[0].device), self.config.rollout.temperature
+        scored = by_document(score_batches(head, self.heldout, *self.weights, temperature=temperature))
         half = len(scored.length.count) // 2
         return Entry(side, options, checkpoint, scored.part(slice(half)), scored.part(slice(half, None)))
 

@@ -8,16 +8,12 @@ error of a difference of two heads takes e_d - e'_d: the same documents.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bebop.data.batches import TrainBatch
-from bebop.head_training.objective import anchor_rows
-from bebop.losses import expected_acceptance, score_drafts
-from bebop.mtp import Head
+from bebop.acceptance import AnchorScores
 
 
 @dataclass(frozen=True)
@@ -57,35 +53,15 @@ class Scored:
         return Scored(self.length.part(where), tuple(each.part(where) for each in self.accepted))
 
 
-@torch.no_grad()
-def score_documents(
-    head: Head,
-    batches: Sequence[TrainBatch],
-    embed_weight: Tensor,
-    lm_head_weight: Tensor,
-    *,
-    depth: int,
-    temperature: float,
-) -> Scored:
-    """Score `head` on every document of `batches`, in their order; those without an anchor are left out."""
-    lengths, accepted, counts = [], [], []
-    for batch in batches:
-        rows = anchor_rows(head, batch, embed_weight, depth)
-        found = score_drafts(
-            rows, batch.hidden, lm_head_weight, batch.target_index, batch.labels, temperature=temperature
-        )
-        document = torch.bucketize(batch.anchors, batch.cu_seqlens, right=True)
-        for index in document.unique():
-            own = document == index
-            each = expected_acceptance(found.alpha[:, own], found.target_logprob[:, own], found.draft_logprob[:, own])
-            counts.append(int(own.sum()))
-            lengths.append(each.acceptance_length * counts[-1])
-            accepted.append(each.probability * counts[-1])
-    count = torch.tensor(counts, dtype=torch.float64)
-    return Scored(
-        Pooled(torch.stack(lengths).double(), count),
-        tuple(Pooled(column, count) for column in torch.stack(accepted, 1).double()),
-    )
+def by_document(scores: AnchorScores) -> Scored:
+    """The scores as ratios over documents, in their order; documents without an anchor are left out."""
+    which = scores.document.unique(return_inverse=True)[1]
+    count = torch.bincount(which).double()
+
+    def pooled(values: Tensor) -> Pooled:
+        return Pooled(torch.zeros_like(count).index_add_(0, which, values), count)
+
+    return Scored(pooled(scores.length("rejection")), tuple(pooled(row) for row in scores.accepted["rejection"]))
 
 
 def _error(pull: Tensor) -> float:

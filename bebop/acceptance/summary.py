@@ -1,0 +1,99 @@
+"""Expected acceptance of a scored text, by every rule and depth, with standard errors.
+
+    P(first j accepted) = mean over anchors of RULES[rule].expected(scores)
+    acceptance length   = 1 + sum over j of it, in tokens per target forward, for drafts of K tokens
+
+Standard errors count documents, whose anchors depend on each other: see bebop.losses.mean_with_error. If an older
+policy sampled the text, each anchor is weighted by prod p(y) / p_r(y) over the drafted tokens before depth j;
+effective_sample_size says how many equally weighted anchors those weights are worth (Kish: (sum w)^2 / sum w^2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bebop.acceptance.scores import AnchorScores
+from bebop.losses import mean_with_error
+
+
+@dataclass(frozen=True)
+class RuleAcceptance:
+    """Under one rule: accepted [K] P(first j drafts accepted), the acceptance length, their standard errors (_se)."""
+
+    accepted: tuple[float, ...]
+    accepted_se: tuple[float, ...]
+    acceptance_length: float
+    acceptance_length_se: float
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Scored acceptance of a text. rules: by name of the rule; accepted, acceptance_length and their errors stand for
+    rejection sampling."""
+
+    temperature: float
+    num_anchors: int
+    num_documents: int  # with an anchor
+    alpha: tuple[float, ...]  # [K] mean sum_v min(p, q), each depth for itself
+    accepted_product: tuple[float, ...]  # [K] mean product of alphas along the text: biased; what e2e_tv trains
+    rejection_ahead: tuple[float, ...]  # [K] share of anchors where d_TV < 1 - p(argmax q): rejection beats target-only
+    entropy_nats: float  # mean target entropy at the anchors' first depth
+    effective_sample_size: tuple[float, ...]  # [K] in anchors
+    rules: Mapping[str, RuleAcceptance]
+
+    @property
+    def accepted(self) -> tuple[float, ...]:
+        return self.rules["rejection"].accepted
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.rules["rejection"].acceptance_length
+
+    @property
+    def acceptance_length_se(self) -> float:
+        return self.rules["rejection"].acceptance_length_se
+
+    @property
+    def conditional(self) -> tuple[float, ...]:
+        """[K] P(depth j accepted | depth j-1 accepted), under rejection sampling."""
+        before = (1.0, *self.accepted[:-1])
+        return tuple(a / b if b else 0.0 for a, b in zip(self.accepted, before, strict=True))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat, for records: the values under rejection sampling by their plain names, other rules' with `_<rule>`."""
+        values = asdict(self)
+        for rule, found in values.pop("rules").items():
+            suffix = "" if rule == "rejection" else f"_{rule}"
+            values |= {
+                f"accepted{suffix}": found["accepted"],
+                f"accepted{suffix}_se": found["accepted_se"],
+                f"acceptance_length{suffix}": found["acceptance_length"],
+                f"acceptance_length{suffix}_se": found["acceptance_length_se"],
+            }
+        return values | {
+            "conditional": self.conditional,
+            "acceptance_length_product": 1 + sum(self.accepted_product),
+        }
+
+
+def summarise(scores: AnchorScores) -> Acceptance:
+    """Means over all anchors, with errors over documents."""
+    alpha, weight = scores.alpha.double(), scores.importance_before()
+    rules = {}
+    for name, accepted in scores.accepted.items():
+        each = mean_with_error(accepted, scores.document)
+        length = mean_with_error(scores.length(name), scores.document)
+        rules[name] = RuleAcceptance(*(tuple(v.tolist()) for v in each), *(v.item() for v in length))
+    return Acceptance(
+        temperature=scores.temperature,
+        num_anchors=len(scores.document),
+        num_documents=len(scores.document.unique()),
+        alpha=tuple(alpha.mean(1).tolist()),
+        accepted_product=tuple(alpha.cumprod(0).mean(1).tolist()),
+        rejection_ahead=tuple((scores.alpha > scores.target_prob_of_draft_argmax).double().mean(1).tolist()),
+        entropy_nats=scores.entropy_nats.mean().item(),
+        effective_sample_size=tuple((weight.sum(1).square() / weight.square().sum(1)).tolist()),
+        rules=rules,
+    )
