@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from bebop_kernels import tv_statistics
@@ -69,7 +70,7 @@ class AnchorScores(DraftScores):
 
     def where(self, chosen: Tensor) -> AnchorScores:
         """The anchors under a mask, bool [N]. Documents keep their numbers."""
-        parts = {name: getattr(self, name)[:, chosen] for name in PER_DEPTH}
+        parts: dict[str, Any] = {name: getattr(self, name)[:, chosen] for name in PER_DEPTH}
         if self.sampled_logprob is not None:
             parts["sampled_logprob"] = self.sampled_logprob[:, chosen]
         return replace(self, document=self.document[chosen], position=self.position[chosen], **parts)
@@ -133,7 +134,7 @@ def concatenate(parts: Sequence[AnchorScores]) -> AnchorScores:
     if not any(len(part.document) for part in parts):
         raise BadInput("text to score: got 0 anchors, expected sequences longer than the draft depth")
     first = list(itertools.accumulate((part.num_documents for part in parts), initial=0))
-    joined = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in PER_DEPTH}
+    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in PER_DEPTH}
     sampled = [part.sampled_logprob for part in parts if part.sampled_logprob is not None]
     return replace(
         parts[0],

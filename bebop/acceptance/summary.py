@@ -83,9 +83,9 @@ def summarise(scores: AnchorScores) -> Acceptance:
     alpha, weight = scores.alpha.double(), scores.importance_before()
     rules = {}
     for name, accepted in scores.accepted.items():
-        each = mean_with_error(accepted, scores.document)
-        length = mean_with_error(scores.length(name), scores.document)
-        rules[name] = RuleAcceptance(*(tuple(v.tolist()) for v in each), *(v.item() for v in length))
+        mean, error = mean_with_error(accepted, scores.document)
+        length, length_error = mean_with_error(scores.length(name), scores.document)
+        rules[name] = RuleAcceptance(tuple(mean.tolist()), tuple(error.tolist()), length.item(), length_error.item())
     return Acceptance(
         temperature=scores.temperature,
         num_anchors=len(scores.document),

@@ -4,7 +4,7 @@
 
 over tokens: one point per anchor, its expected acceptance length and entropy, at one temperature. over temperatures:
 one point per temperature, the means over its anchors, unweighted. Anchors of one response depend on each other, and so
-do responses to one prompt at several temperatures: intervals are percentiles of 2000 bootstrap samples of whole prompts.
+do responses to one prompt at several temperatures, so intervals are percentiles of 2000 bootstrap samples of prompts.
 They cover the choice of prompts, not how well a line fits: over few temperatures the slope is a summary, not a law.
 
 relative: slope / mean AL, to compare heads of different quality.

@@ -1,8 +1,8 @@
 """The result of `eval` as rows: one per task, temperature and depth, raw counts beside every ratio.
 
 observed: the engine's counters, pooled over requests. predicted: what the scores predict for the positions that the
-engine visits; the two must agree (bebop.evaluate.agreement). scored_<rule>: the heads run again on the sampled text, the
-mean over all positions.
+engine visits; the two must agree (bebop.evaluate.agreement). scored_<rule>: the heads run again on the sampled text,
+the mean over all positions.
 """
 
 from __future__ import annotations

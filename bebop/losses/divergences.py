@@ -18,7 +18,7 @@ import torch
 from bebop_kernels import Rows, overlap_rows
 from torch import Tensor
 
-from bebop.losses.registry import LOSSES, HeadLoss
+from bebop.losses.registry import LOSSES, HeadLoss, RowResult
 
 # ln p where the target is filtered out (p = 0): reverse KL is infinite there, and stays large and finite with this
 # floor.
@@ -26,10 +26,11 @@ MIN_LOGPROB = -70.0
 
 
 def _log(rows: Rows) -> Tensor:
-    return rows.logprobs.clamp_(min=MIN_LOGPROB)
+    logprobs: Tensor = rows.logprobs
+    return logprobs.clamp_(min=MIN_LOGPROB)
 
 
-def hard_ce(draft: Rows, target: Rows, index: Tensor, labels: Tensor, want_grad: bool):
+def hard_ce(draft: Rows, target: Rows, index: Tensor, labels: Tensor, want_grad: bool) -> RowResult:
     label = labels[:, None]
     alpha, _ = overlap_rows(draft, target.probs[index], False)
     value = -_log(draft).gather(1, label).squeeze(1)
@@ -38,14 +39,14 @@ def hard_ce(draft: Rows, target: Rows, index: Tensor, labels: Tensor, want_grad:
     return value, alpha, draft.probs.scatter_add(1, label, -torch.ones_like(draft.probs[:, :1]))
 
 
-def kl(draft: Rows, target: Rows, index: Tensor, labels: Tensor, want_grad: bool):
+def kl(draft: Rows, target: Rows, index: Tensor, labels: Tensor, want_grad: bool) -> RowResult:
     p = target.probs[index]
     alpha, _ = overlap_rows(draft, p, False)
     value = (p * (_log(target)[index] - _log(draft))).sum(-1)
     return value, alpha, draft.probs - p if want_grad else None
 
 
-def reverse_kl(draft: Rows, target: Rows, index: Tensor, labels: Tensor, want_grad: bool):
+def reverse_kl(draft: Rows, target: Rows, index: Tensor, labels: Tensor, want_grad: bool) -> RowResult:
     q = draft.probs
     alpha, _ = overlap_rows(draft, target.probs[index], False)
     ratio = _log(draft) - _log(target)[index]
@@ -53,13 +54,13 @@ def reverse_kl(draft: Rows, target: Rows, index: Tensor, labels: Tensor, want_gr
     return value, alpha, q * (ratio - value[:, None]) if want_grad else None
 
 
-def lk_hybrid(draft: Rows, target: Rows, index: Tensor, labels: Tensor, want_grad: bool):
+def lk_hybrid(draft: Rows, target: Rows, index: Tensor, labels: Tensor, want_grad: bool) -> RowResult:
     p = target.probs[index]
     alpha, overlap_grad = overlap_rows(draft, p, want_grad)
     share = (-3 * alpha).exp()
     divergence = (p * (_log(target)[index] - _log(draft))).sum(-1)
     value = share * divergence + (1 - share) * (1 - alpha)
-    if not want_grad:
+    if overlap_grad is None:
         return value, alpha, None
     return value, alpha, share[:, None] * (draft.probs - p) - (1 - share)[:, None] * overlap_grad
 

@@ -6,12 +6,14 @@ vocabulary matrix are constants here: gradient reaches draft_hidden and nothing 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from bebop_kernels import Rows, linear_rows, linear_tv_overlap
 from torch import Tensor
 
 from bebop.errors import BadInput
-from bebop.losses.registry import LOSSES, HeadLoss, RowLoss
+from bebop.losses.registry import LOSSES, RowLoss, RowResult
 
 
 def head_loss(
@@ -41,13 +43,14 @@ def head_loss(
     if loss.of_overlap is not None:
         alpha = linear_tv_overlap(draft_hidden, target_hidden, weight, target_index, temperature=temperature, impl=impl)
         per_anchor = loss.of_overlap(alpha)
-    else:
+    elif loss.of_rows is not None:
         if impl not in ("auto", "reference"):
             raise BadInput(f"impl: got {impl!r}, expected auto or reference: the loss {name} has no kernel")
         if loss.reads_labels:
             _check_labels(labels, target_index, weight.shape[0])
+        row_function = _with_labels(loss.of_rows, labels)
         per_depth, alpha = linear_rows(
-            draft_hidden, target_hidden, weight, target_index, _with_labels(loss, labels), temperature=temperature
+            draft_hidden, target_hidden, weight, target_index, row_function, temperature=temperature
         )
         per_anchor = per_depth.mean(0)
     if tau_max is not None and loss.total_variation:
@@ -56,11 +59,10 @@ def head_loss(
     return mean, alpha.detach().float()
 
 
-def _with_labels(loss: HeadLoss, labels: Tensor):
+def _with_labels(of_rows: RowLoss, labels: Tensor) -> Callable[[Rows, Rows, Tensor, int, slice, bool], RowResult]:
     """The loss as a row function of bebop_kernels.linear_rows, which knows a row by its depth and anchor."""
-    of_rows: RowLoss = loss.of_rows
 
-    def rows(draft: Rows, target: Rows, index: Tensor, depth: int, anchors: slice, want_grad: bool):
+    def rows(draft: Rows, target: Rows, index: Tensor, depth: int, anchors: slice, want_grad: bool) -> RowResult:
         return of_rows(draft, target, index, labels[depth, anchors], want_grad)
 
     return rows

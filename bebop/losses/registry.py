@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 # (draft rows [R, V], target rows of the chunk [M, V], row of each draft row in them [R], the text's tokens [R],
 #  gradient wanted) -> value [R], alpha [R], gradient of value on the draft's logits over the temperature [R, V] or None
-RowLoss = Callable[[Rows, Rows, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor | None]]
+RowResult = tuple[Tensor, Tensor, Tensor | None]
+RowLoss = Callable[[Rows, Rows, Tensor, Tensor, bool], RowResult]
 
 
 @dataclass(frozen=True)
