@@ -8,20 +8,23 @@ usage() {
   cat <<'TEXT'
 usage: ./launch.sh COMMAND [hydra overrides ...]
 
-  demo            the main job on this machine: a tiny policy, its MTP heads, async GRPO, the report
-  sft             train the MTP heads of a policy before RL
+  demo            all stages on this machine: a tiny policy, its MTP heads, async GRPO, the report
+  sft             train the MTP heads of a policy, before RL
   grpo            GRPO whose rollouts speculate with those heads
-  eval            acceptance of the heads: sampled by the engine, and scored exactly
-  bench SUITE     measure: rollout (the planner), tree, kernels, speculators
-  report run=DIR  one HTML page from the records of a run (or: report DIR)
-  doctor          what is installed, and whether the engine samples the exact distribution
-  test [quick]    the test suite, or its inner loop; more words go to pytest
-  setup           make .venv from the lock, and nothing else
+  eval            acceptance of trained heads: observed in the engine, and scored exactly
+  bench SUITE     measure: rollout (the planner), tree or kernels
+  report DIR      one HTML page from the records of the run in DIR
+  doctor          list what is installed, and test whether the engine is lossless
+  test [quick]    the test suite; quick: without the end-to-end tests; more words go to pytest
+  setup           only make .venv from the pinned versions
   help            this text
 
-Every command takes hydra overrides (sft.steps=200 loss=hard_ce), recipe=<folder of recipes/>,
--m for a sweep (-m loss=hard_ce,e2e_tv), --cfg job to print its config, --dry-run to check it without running.
-Environment: BEBOP_ACCELERATOR=cpu|gpu forces the lock; BEBOP_PYTHON=<python3.11 or 3.12>; BEBOP_HOME=<cache folder>.
+Commands from demo to doctor take hydra overrides (sft.steps=200 loss=hard_ce), recipe=<folder of recipes/>,
+-m for a sweep (-m loss=hard_ce,e2e_tv), --cfg job to print the config, and --dry-run to check it without running.
+Environment:
+  BEBOP_ACCELERATOR=cpu|gpu   which pinned versions to install; default: gpu if nvidia-smi lists one
+  BEBOP_PYTHON=PATH           a Python 3.11 or 3.12 for the set-up
+  BEBOP_HOME=DIR              cache of policies and text; default: ~/.cache/bebop
 TEXT
 }
 
