@@ -121,11 +121,11 @@ def _lossless(
 
 
 def _weight_sync(engine: RolloutEngine, first: Path, second: Path, config: DoctorConfig) -> Iterator[Row]:
-    from bebop.mtp import checksum
+    from bebop.mtp import HEAD_PREFIX, checksum
 
     mine = _tensors(first)
     # a head whose final norm is 0 drafts uniformly, so that its acceptance is known exactly: sum_v min(p_v, 1/V)
-    heads = {name: tensor for name, tensor in mine.items() if name.startswith(exact.HEAD_PREFIX)}
+    heads = {name: tensor for name, tensor in mine.items() if name.startswith(HEAD_PREFIX)}
     flat = {name: torch.zeros_like(t) if "final_layernorm" in name else t for name, t in heads.items()}
     before, _ = _first_draft_acceptance(engine, config)
     held = engine.update_weights(flat, version=1)
@@ -140,7 +140,7 @@ def _weight_sync(engine: RolloutEngine, first: Path, second: Path, config: Docto
         "within 4 standard errors of exact",
         z < 4 and before != after,
     )
-    theirs = {name: tensor for name, tensor in _tensors(second).items() if not name.startswith(exact.HEAD_PREFIX)}
+    theirs = {name: tensor for name, tensor in _tensors(second).items() if not name.startswith(HEAD_PREFIX)}
     held = engine.update_weights(theirs, version=2)
     yield _checksum_row("backbone after swap", held.backbone, checksum(theirs))
     yield _checksum_row("heads untouched by it", held.heads, checksum(flat))
