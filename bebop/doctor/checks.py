@@ -17,6 +17,7 @@ from bebop.doctor import exact
 from bebop.engines import RolloutEngine, make_engine
 from bebop.errors import EngineError
 from bebop.records import Rollout, Sampling
+from bebop.spec import RULES
 
 VOCABULARY = 8
 DEPTH = 3
@@ -55,7 +56,7 @@ def engine_sections(engine: Literal["vllm", "torch"]) -> dict[str, RolloutSectio
 def check_rule(seed: int) -> Iterator[Row]:
     """The acceptance rules themselves, by enumeration in float64 on random distributions."""
     generator = torch.Generator().manual_seed(seed)
-    for rule in ("rejection", "target_only"):
+    for rule in RULES:
         target, draft = (
             [
                 torch.softmax(1.5 * torch.randn((VOCABULARY,) * n, generator=generator, dtype=torch.float64), -1)
@@ -64,7 +65,7 @@ def check_rule(seed: int) -> Iterator[Row]:
             for _ in range(2)
         )
         wanted = target[0][:, None, None] * target[1][:, :, None] * target[2]
-        distance = float(0.5 * (exact.rule_output(target, draft, rule) - wanted).abs().sum())
+        distance = float(0.5 * (exact.rule_output(target, draft, RULES[rule]) - wanted).abs().sum())
         yield Row(
             f"rule {rule}, enumerated in float64",
             f"total variation to the target {distance:.1e}",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bebop.backbone import load_backbone
-from bebop.spec import acceptance_ratio, residual
+from bebop.spec import ChainRule
 
 LENGTH = 3  # tokens of the joint
 
@@ -78,20 +78,32 @@ def total_variation(a: np.ndarray, b: np.ndarray) -> float:
     return float(0.5 * np.abs(a - b).sum())
 
 
-def rule_output(target: Sequence[Tensor], draft: Sequence[Tensor], rule: str) -> Tensor:
-    """[V, V, V] float64: the joint that a chain rule emits, over every draft and every acceptance.
+def rule_output(target: Sequence[Tensor], draft: Sequence[Tensor], rule: ChainRule) -> Tensor:
+    """[V, V, V] float64: the joint of the first three tokens that a chain rule emits, over every draft of three tokens
+    and every outcome of its tests; after the rule's own tokens, the target's.
 
     target: conditionals of the target as in `conditionals`; draft: [V], [V, V], [V, V, V] of the draft likewise.
-    Draft i is accepted with min(1, p/q); the token of the first rejection comes from the residual, and those behind it
-    from the target.
     """
     size = target[0].shape[0]
-    accepted, rejected = [], []
-    for p, q in zip(target, draft, strict=True):
-        drawn = torch.nn.functional.one_hot(q.argmax(-1), size).to(p.dtype) if rule == "target_only" else q
-        accepted.append(drawn * acceptance_ratio(p, drawn))
-        rejected.append((1 - accepted[-1].sum(-1, keepdim=True)) * residual(p, drawn))
-    third = accepted[2] + rejected[2]
-    second = accepted[1][:, :, None] * third + rejected[1][:, :, None] * target[2]
-    behind_rejection = target[1][:, :, None] * target[2]
-    return accepted[0][:, None, None] * second + rejected[0][:, None, None] * behind_rejection
+    tokens = torch.cartesian_prod(*[torch.arange(size)] * LENGTH)  # [B, 3], every draft
+    first, second, _ = tokens.T
+    p, q = (torch.stack([t[0].expand(len(tokens), -1), t[1][first], t[2][first, second]], 1) for t in (target, draft))
+    drawn = torch.nn.functional.one_hot(q.argmax(-1), size).to(p.dtype) if rule.draft == "argmax" else q
+    chance = drawn.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).prod(1)  # [B], of this draft
+    bonus = p[:, :1]  # any distribution: the token after three accepted drafts is not in the joint
+    tests = rule.tests(torch.cat([p, bonus], 1), q, tokens, torch.full_like(first, LENGTH))
+    emitted = torch.zeros((size,) * LENGTH, dtype=torch.float64)
+    for outcome in itertools.product([True, False], repeat=LENGTH):
+        passed = torch.tensor(outcome).expand(len(tokens), -1)
+        mass = chance * torch.where(passed, tests.probability, 1 - tests.probability).prod(1)
+        num = int(rule.num_accepted(passed)[0])
+        if num == LENGTH:
+            emitted.index_put_(tuple(tokens.T), mass, accumulate=True)
+            continue
+        after = rule.after_rejection(p[:, num], q[:, num], tokens[:, num], tests.weight[:, num])
+        rows = (mass.unsqueeze(1) * after).reshape((size,) * LENGTH + (size,))
+        rows = rows.sum(tuple(range(num, LENGTH)))  # [V] * num + [V]: accepted tokens and the one after them
+        for table in target[num + 1 :]:
+            rows = rows.unsqueeze(-1) * table
+        emitted += rows
+    return emitted

@@ -44,6 +44,10 @@ def check_policy(rollout: RolloutSection, policy_dir: Path) -> None:
         check_supported(rollout, policy_dir)
     if rollout.speculation == "none":
         return
+    if rollout.engine == "vllm":
+        from bebop.engines.vllm_engine.rules import rule_methods
+
+        rule_methods(rollout)
     from bebop.mtp.checkpoint import num_mtp_layers, trained_depth
     from bebop.mtp.families import COUNT_KEYS
 

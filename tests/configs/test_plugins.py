@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,36 @@ LOSS = """
 from bebop.losses import LOSSES, HeadLoss
 
 LOSSES.register("squared_tv", HeadLoss(of_overlap=lambda alpha: (1 - alpha).square().mean(0)))
+"""
+
+RULE = """
+from bebop.spec import RULES
+from bebop.spec.rules.rejection import Rejection
+
+
+class Lazy(Rejection):
+    name = title = "lazy"
+
+    def tests(self, *arguments):
+        tests = super().tests(*arguments)
+        return tests._replace(mass=0.5 * tests.mass.minimum(tests.scale))
+
+    def after_rejection(self, target, draft, token, weight):
+        left = target - 0.5 * target.minimum(draft)
+        return left / left.sum(-1, keepdim=True)
+
+    def given_text(self, scores):
+        halves = 0.5 ** torch.arange(1, len(scores.alpha) + 1)[:, None]
+        return halves * super().given_text(scores)
+
+    def expected(self, scores):
+        halves = 0.5 ** torch.arange(1, len(scores.alpha) + 1)[:, None]
+        return halves * super().expected(scores)
+
+
+import torch
+
+RULES.register("lazy", Lazy())
 """
 
 
@@ -68,3 +99,30 @@ def test_a_name_is_registered_once(folder):
     code = "from bebop.losses import LOSSES; LOSSES.register('tv', LOSSES['lk'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "loss 'tv' is registered already" in done.stderr
+
+
+def test_a_rule_from_a_users_file_is_proven_and_scored_like_the_built_in_ones(tmp_path):
+    """A rule that accepts half of what it could is lossless; nothing but its file is added."""
+    (tmp_path / "my_rule.py").write_text(RULE)
+    code = (
+        "from bebop import registry\n"
+        "registry.use(['./my_rule.py'])\n"
+        "from bebop.doctor.checks import check_rule\n"
+        "for row in check_rule(0): print(row.check, row.passed)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "rule lazy, enumerated in float64 True" in done.stdout
+
+
+@pytest.mark.e2e
+def test_a_rule_from_a_users_file_runs_in_an_engine_and_in_eval(tmp_path, tiny_random):
+    (tmp_path / "my_rule.py").write_text(RULE)
+    words = ["model=hf", f"model.path={tiny_random}", "model.dtype=float32", "data.num_heldout=24"]
+    words += ["rollout=torch", "rollout.rule=lazy", "plugins=[./my_rule.py]", "run_dir=run", "logger.wandb=disabled"]
+    done = bebop("eval", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    scored, agreement = summary["tasks"]["all"]["scored"], summary["tasks"]["all"]["agreement"]
+    assert summary["rule"] == "lazy" and agreement["agrees"]
+    assert scored["accepted_lazy"][0] == pytest.approx(0.5 * scored["accepted"][0])
+    assert "scored_lazy" in (tmp_path / "run" / "eval.csv").read_text()

@@ -76,6 +76,14 @@ def test_block_verification_is_refused_where_vllm_would_draft_greedily(on_cpu, v
         refuse_block(RolloutSection(rule="block"), on_cpu=on_cpu, v2_runner=v2)
 
 
+def test_a_rule_that_vllm_does_not_serve_is_refused_by_name(tmp_path):
+    rollout, path = RolloutSection(rule="lazy"), policy(tmp_path)
+    with pytest.raises(EngineRefused, match=r"rollout\.rule: got lazy, but rollout\.engine=vllm serves only rejection"):
+        engine_arguments(rollout, path, seed=0, dtype="float32")
+    with pytest.raises(EngineRefused, match=r"rollout\.rule: got lazy"):
+        check_policy(rollout, path)
+
+
 def test_block_verification_passes_on_the_runner_that_has_it():
     refuse_block(RolloutSection(rule="block"), on_cpu=False, v2_runner=True)
 

@@ -9,6 +9,7 @@ from typing import Any
 from bebop.config import RolloutSection
 from bebop.engines.schedule import vllm_ranges
 from bebop.engines.vllm_engine import fixes
+from bebop.engines.vllm_engine.rules import rule_methods
 from bebop.errors import EngineRefused
 from bebop.mtp.checkpoint import read_config
 from bebop.mtp.families import decoder_config
@@ -49,13 +50,14 @@ def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dt
     else:
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     if rollout.speculation == "mtp":
+        draft_method, verify_method = rule_methods(rollout)
         arguments |= {
             "speculative_config": {
                 "method": "mtp",
                 "num_speculative_tokens": rollout.num_speculative_tokens,
                 "num_speculative_tokens_per_batch_size": vllm_ranges(rollout) if rollout.draft_schedule else None,
-                "draft_sample_method": "greedy" if rollout.rule == "target_only" else "probabilistic",
-                "rejection_sample_method": "block" if rollout.rule == "block" else "standard",
+                "draft_sample_method": draft_method,
+                "rejection_sample_method": verify_method,
             },
             "per_request_spec_decode_metrics": "detailed",
         }

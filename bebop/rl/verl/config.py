@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from bebop.config import GrpoConfig, check_depth
 from bebop.data.tasks import has_verifier
 from bebop.engines.schedule import vllm_ranges
+from bebop.engines.vllm_engine.rules import rule_methods
 from bebop.errors import ConfigError
 from bebop.registry import nearest
 
@@ -255,7 +256,7 @@ def overrides(
         keys |= {
             # always explicit: vLLM's default drafts greedily
             "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.draft_sample_method": (
-                "greedy" if rollout.rule == "target_only" else "probabilistic"
+                rule_methods(rollout)[0]
             ),
             "actor_rollout_ref.rollout.engine_kwargs.vllm.per_request_spec_decode_metrics": "summary",
         }
