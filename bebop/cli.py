@@ -6,13 +6,14 @@ Exit codes: 0 done, 1 the command ran and failed (doctor found a fault, a stage 
 from __future__ import annotations
 
 import importlib
+import itertools
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from bebop.config import COMMANDS, Run, check
+from bebop.config import COMMANDS, Run, check, defaults
 from bebop.config.overrides import CONFIGS, ROOT, Arguments, parse
 from bebop.errors import BebopError, ConfigError, LoggerError
 
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"usage: bebop {{{'|'.join(COMMANDS)}}} [hydra overrides] [-m] [--cfg job] [--dry-run]")
         return 0
     command = words.pop(0)
-    # Asked to end, a run ends what it started, as it does on Ctrl-C.
+    # On SIGTERM a run ends the processes that it started, as it does on Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if command not in COMMANDS:
@@ -61,24 +62,32 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bebop: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        again = "starts anew" if command == "bench" else "goes on"
+        again = "starts again" if command == "bench" else "resumes it"
         print(f"bebop: stopped; the same command with the same run_dir {again}", file=sys.stderr)
         return 130
 
 
 def compose(command: str, arguments: Arguments) -> dict[str, Any]:
-    """hydra's composition of configs/<command>.yaml under the overrides, as a plain dict."""
+    """The whole config: the schema's defaults, then configs/<command>.yaml with its groups, then the overrides.
+
+    hydra gets the defaults as the config schema/<command>, so that it knows every key although the files only hold
+    differences.
+    """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+    ConfigStore.instance().store(command, defaults(COMMANDS[command]), group="schema", package="_global_")
     search = f"hydra.searchpath=[file://{ROOT}]"
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = hydra_compose(command, overrides=[search, *arguments.overrides])
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key}: missing; set {error.full_key}=<value>") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(" ".join(str(error).split())) from None
     if arguments.verl:
@@ -123,28 +132,31 @@ def _run(command: str, config: Run) -> int:
 
 
 def _multirun(command: str, arguments: Arguments) -> int:
-    """Each job of the sweep is a process of its own, in a folder of its own; returns the worst exit code."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    """Run each job of the sweep in a process and a folder of its own; returns the worst exit code."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     from bebop.store.run_folder import new_folder, sweep_folder
 
     parsed = OverridesParser.create().parse_overrides(arguments.overrides)
     swept = {o.key_or_group for o in parsed if o.is_sweep_override()}
-    jobs, base = [], None
-    for job in BasicSweeper.split_arguments(parsed, None)[0]:
-        jobs.append([word for word in job if not word.startswith("run_dir=")])
-        for word in job:
-            if word.startswith("run_dir="):
-                base = Path(word.split("=", 1)[1].strip("'\""))
+    choices = [
+        [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
+        if o.is_sweep_override()
+        else [o.input_line]
+        for o in parsed
+        if o.key_or_group != "run_dir"
+    ]
+    given = [o.value() for o in parsed if o.key_or_group == "run_dir"]
+    jobs = [list(job) for job in itertools.product(*choices)]
+    for job in jobs:
         # Configs are checked for every job before the first one starts.
-        values = compose(command, Arguments(jobs[-1], arguments.verl))
+        values = compose(command, Arguments(job, arguments.verl))
         check(command, values)
         if arguments.show or arguments.dry_run:
-            print(f"# {' '.join(jobs[-1])}\n{_yaml(values)}", end="")
+            print(f"# {' '.join(job)}\n{_yaml(values)}", end="")
     if arguments.show or arguments.dry_run:
         return 0
-    base = base or new_folder(command)
+    base = Path(given[-1]) if given else new_folder(command)
     worst, folders = 0, []
     for number, job in enumerate(jobs):
         print(f"bebop: job {number + 1} of {len(jobs)}: {' '.join(job)}", file=sys.stderr)

@@ -1,79 +1,26 @@
-"""The schema that every composed config is checked against, and the command line's overrides."""
+"""The schema that every composed config is checked against, and the command line's overrides. See docs/config.md."""
 
+from bebop.config.bench import Bench, KernelBench, SpeculatorsBench, TreeBench
 from bebop.config.commands import (
     COMMANDS,
-    Bench,
     BenchConfig,
-    Data,
     DemoConfig,
     Doctor,
     DoctorConfig,
     EvalConfig,
-    FilePath,
-    Grpo,
     GrpoConfig,
-    Impl,
-    KernelBench,
     Logger,
-    Loss,
-    LossName,
-    Model,
-    Monitor,
     ReportConfig,
-    RolloutSection,
-    Rule,
     Run,
-    Section,
-    Sft,
     SftConfig,
-    SpeculatorsBench,
-    Task,
-    TinyModel,
-    Trainer,
-    TreeBench,
-    TreeName,
     check,
-    check_depth,
     check_tasks,
-    check_untruncated,
+    defaults,
 )
+from bebop.config.data import Data, Task
+from bebop.config.heads import Impl, Loss, LossName, Sft
+from bebop.config.policy import Model, TinyModel
+from bebop.config.rl import Grpo, Monitor, Trainer
+from bebop.config.rollout import RolloutSection, Rule, TreeName, check_depth, check_sampled, check_untruncated
+from bebop.config.section import FilePath, Section
 from bebop.errors import ConfigError
-
-__all__ = [
-    "COMMANDS",
-    "Bench",
-    "BenchConfig",
-    "ConfigError",
-    "Data",
-    "DemoConfig",
-    "Doctor",
-    "DoctorConfig",
-    "EvalConfig",
-    "FilePath",
-    "Grpo",
-    "GrpoConfig",
-    "Impl",
-    "KernelBench",
-    "Logger",
-    "Loss",
-    "LossName",
-    "Model",
-    "Monitor",
-    "ReportConfig",
-    "RolloutSection",
-    "Rule",
-    "Run",
-    "Section",
-    "Sft",
-    "SftConfig",
-    "SpeculatorsBench",
-    "Task",
-    "TinyModel",
-    "Trainer",
-    "TreeBench",
-    "TreeName",
-    "check",
-    "check_depth",
-    "check_tasks",
-    "check_untruncated",
-]

@@ -1,4 +1,4 @@
-"""The sections of `bench`: its suites and what each of them measures. See bebop.config.sections."""
+"""Measurements: the section `bench`, with one section for each suite that needs more keys."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from bebop.config.sections import Section
+from bebop.config.section import Section
 from bebop.errors import BadInput
 
 
 class KernelBench(Section):
-    # rows of the logits of tv_overlap, and anchors of linear_tv_overlap
+    # rows of logits for tv_overlap, and anchors for linear_tv_overlap
     rows: list[int] = Field(default_factory=lambda: [256, 1024])
     # vocabulary sizes
     vocab_sizes: list[int] = Field(default_factory=lambda: [49152, 151936])
-    # width of the hidden states of linear_tv_overlap
+    # width of the hidden states for linear_tv_overlap
     width: int = Field(576, ge=1)
-    # draft depths of linear_tv_overlap
+    # draft depths for linear_tv_overlap
     depth: int = Field(3, ge=1)
 
 
 class TreeBench(Section):
-    # methods to compare; rheo stands for every number of leads
+    # methods to compare; rheo: once for each entry of `leads`
     methods: list[Literal["plain", "chain", "block", "topk", "rrsw", "rheo"]] = Field(
         default_factory=lambda: ["plain", "chain", "block", "topk", "rrsw", "rheo"]
     )
-    # numbers of leads of RheoSampling, its m
+    # RheoSampling's m: deterministic children before the sampled one
     leads: list[int] = Field(default_factory=lambda: [0, 1, 2, 3])
     # sampling temperatures
     temperatures: list[float] = Field(default_factory=lambda: [0.0, 0.3, 0.7, 1.0])
-    # prompts of each measurement
+    # prompts per measurement
     num_prompts: int = Field(16, ge=1)
-    # positions of every prompt's response at which all trees are scored in closed form; 0: none
+    # positions of each response at which all trees are scored in closed form; 0: none
     score_positions: int = Field(8, ge=0)
 
 
@@ -43,21 +43,21 @@ class SpeculatorsBench(Section):
     batch_tokens: int = Field(2048, ge=64)
     # learning rates that each side tries
     lrs: list[float] = Field(default_factory=lambda: [1e-3, 2e-3, 5e-3], min_length=1)
-    # vocabulary sizes at which a training step's memory is measured
+    # vocabulary sizes at which the memory of a training step is measured
     memory_vocab_sizes: list[int] = Field(default_factory=lambda: [32768, 151936])
     # anchors of that step
     memory_anchors: int = Field(2048, ge=1)
-    # its width
+    # width of the hidden states in that step
     memory_width: int = Field(256, ge=64, multiple_of=4)
 
 
 class Bench(Section):
-    # rollout: the engine with and without speculation, by batch size; kernels; tree: draft trees of the torch engine;
-    # speculators: heads and memory of training against speculators 0.9.0
+    # rollout: the engine with and without speculation, by batch size; kernels: time and memory of the kernels; tree:
+    # draft trees on the torch engine; speculators: training of heads against speculators 0.9.0
     suite: Literal["rollout", "kernels", "tree", "speculators"] = "rollout"
-    # requests in flight
+    # numbers of requests in flight
     batch_sizes: list[Annotated[int, Field(ge=1)]] = Field(default_factory=lambda: [1, 8, 64], min_length=1)
-    # repetitions, of which the median counts
+    # repetitions; the median is reported
     repeats: int = Field(3, ge=1)
     # shapes, for suite=kernels
     kernels: KernelBench = KernelBench()
@@ -69,5 +69,5 @@ class Bench(Section):
     @model_validator(mode="after")
     def _each_size_once(self) -> Bench:
         if len(set(self.batch_sizes)) < len(self.batch_sizes):
-            raise BadInput(f"bench.batch_sizes={self.batch_sizes}: expected each of them once")
+            raise BadInput(f"bench.batch_sizes: got {self.batch_sizes}, expected each size once")
         return self

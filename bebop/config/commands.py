@@ -1,93 +1,74 @@
-"""The schema that every composed config is checked against.
+"""The config of each command: its sections, and the checks across them.
 
-hydra composes configs/, then `check` turns the result into one of the frozen models below. Unknown keys, wrong types
-and contradictions between keys are errors that name the key, what came and what was expected, before any model loads.
-A field's meaning stands above it here and above it in configs/.
+hydra composes configs/ over the defaults of the schema (`defaults`); `check` turns the result into one of the frozen
+models below. An unknown key, a wrong value or a contradiction between keys is an error of one line that says what it
+got and what it expected, before any model loads.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from bebop import registry
-from bebop.config.bench import Bench, KernelBench, SpeculatorsBench, TreeBench
+from bebop.config.bench import Bench
+from bebop.config.data import Data
+from bebop.config.heads import Loss, Sft
 from bebop.config.members import check_members
-from bebop.config.messages import field_names, one_line
-from bebop.config.sections import (
-    Data,
-    Doctor,
-    FilePath,
-    Grpo,
-    Impl,
-    Logger,
-    Loss,
-    LossName,
-    Model,
-    Monitor,
-    RolloutSection,
-    Rule,
-    Section,
-    Sft,
-    Task,
-    TinyModel,
-    Trainer,
-    TreeName,
-)
-from bebop.errors import ConfigError
+from bebop.config.messages import one_line
+from bebop.config.policy import Model
+from bebop.config.rl import Grpo, Monitor, Trainer
+from bebop.config.rollout import RolloutSection, check_depth, check_sampled, check_untruncated
+from bebop.config.section import FilePath, Section
+from bebop.errors import BadInput, ConfigError
 
-__all__ = [
-    "COMMANDS",
-    "Bench",
-    "BenchConfig",
-    "ConfigError",
-    "Data",
-    "DemoConfig",
-    "Doctor",
-    "DoctorConfig",
-    "EvalConfig",
-    "FilePath",
-    "Grpo",
-    "GrpoConfig",
-    "Impl",
-    "KernelBench",
-    "Logger",
-    "Loss",
-    "LossName",
-    "Model",
-    "Monitor",
-    "ReportConfig",
-    "RolloutSection",
-    "Rule",
-    "Run",
-    "Section",
-    "Sft",
-    "SftConfig",
-    "SpeculatorsBench",
-    "Task",
-    "TinyModel",
-    "Trainer",
-    "TreeBench",
-    "TreeName",
-    "check",
-    "check_depth",
-    "check_tasks",
-    "check_untruncated",
-]
+
+class Logger(Section):
+    # Weights & Biases mode; offline needs no network and no key
+    wandb: Literal["offline", "online", "disabled"] = "offline"
+    # project there
+    project: str = "bebop"
+    # name of the run there; null: the name of the run folder
+    name: str | None = None
+
+
+class Doctor(Section):
+    # engine to check: vllm with chains, torch with chains and RheoSampling trees
+    engine: Literal["vllm", "torch"] = "vllm"
+    # number of requests of the losslessness check, per temperature
+    num_requests: int = Field(4000, ge=100)
+    # temperatures of the check
+    temperatures: list[float] = Field(default_factory=lambda: [1.0, 0.7])
+    # smallest p-value of the chi-square test that passes
+    min_p_value: float = Field(1e-3, gt=0, lt=1)
+    # apply bebop's fixes to vLLM; false shows what they are for
+    engine_fixes: bool = True
+
+    @model_validator(mode="after")
+    def _fixes_are_for_vllm(self) -> Doctor:
+        if self.engine != "vllm" and not self.engine_fixes:
+            raise BadInput(
+                f"doctor.engine_fixes: got false with doctor.engine={self.engine}, but the fixes are for vLLM; "
+                "set doctor.engine=vllm"
+            )
+        return self
 
 
 class Run(Section):
-    # folder of the run; null: runs/<command>/<time>. A folder that holds an unfinished run is resumed
+    # folder of the run; null: `runs/<command>/<time>`. A folder with an unfinished run is resumed, except by bench
+    # and doctor
     run_dir: FilePath | None = None
-    # seed of everything random
+    # seed of all random numbers
     seed: int = Field(0, ge=0)
-    # modules or Python files to import in every process of the run: they register your own losses, rules, engines or
+    # your own modules or Python files, imported in every process of the run; they register losses, rules, engines or
     # tasks
     plugins: list[str] = Field(default_factory=list)
 
 
 class SftConfig(Run):
+    """Train MTP heads on a frozen policy, before RL."""
+
     model: Model
     data: Data
     loss: Loss
@@ -96,13 +77,16 @@ class SftConfig(Run):
     logger: Logger = Logger()
 
     @model_validator(mode="after")
-    def _draft_fits_head(self) -> SftConfig:
+    def _sections_agree(self) -> SftConfig:
         check_depth(self.rollout, self.sft.depth, "sft.depth")
-        check_untruncated(self.rollout)
+        check_sampled(self.rollout, "sft")
+        check_untruncated(self.rollout, "sft")
         return self
 
 
 class GrpoConfig(Run):
+    """Async GRPO whose rollouts speculate with the MTP heads."""
+
     model: Model
     data: Data
     rollout: RolloutSection
@@ -112,13 +96,16 @@ class GrpoConfig(Run):
     logger: Logger = Logger()
 
     @model_validator(mode="after")
-    def _rollouts_are_trainable(self) -> GrpoConfig:
-        check_untruncated(self.rollout)
+    def _sections_agree(self) -> GrpoConfig:
+        check_sampled(self.rollout, "grpo")
+        check_untruncated(self.rollout, "grpo")
         check_tasks(self.data, "grpo")
         return self
 
 
 class DemoConfig(Run):
+    """A tiny policy, its heads, GRPO and the report, on a CPU."""
+
     model: Model
     data: Data
     loss: Loss
@@ -130,20 +117,23 @@ class DemoConfig(Run):
     logger: Logger = Logger()
 
     @model_validator(mode="after")
-    def _stages_agree(self) -> DemoConfig:
+    def _sections_agree(self) -> DemoConfig:
         check_depth(self.rollout, self.sft.depth, "sft.depth")
-        check_untruncated(self.rollout)
+        check_sampled(self.rollout, "demo")
+        check_untruncated(self.rollout, "demo")
         check_tasks(self.data, "demo")
         return self
 
 
 class EvalConfig(Run):
+    """Acceptance of trained heads, observed in the engine and scored exactly."""
+
     model: Model
     data: Data
     rollout: RolloutSection
-    # draft depths to score
+    # number of draft depths to score
     depth: int = Field(3, ge=1, le=5)
-    # temperatures to sample and score at, one after the other; null: rollout.temperature alone
+    # temperatures to sample and score at, one after the other; null: only rollout.temperature
     temperatures: list[Annotated[float, Field(gt=0)]] | None = Field(None, min_length=1)
     logger: Logger = Logger()
 
@@ -153,38 +143,29 @@ class EvalConfig(Run):
         return [self.rollout.temperature] if self.temperatures is None else self.temperatures
 
     @model_validator(mode="after")
-    def _is_scorable(self) -> EvalConfig:
-        if self.temperatures is None and self.rollout.temperature == 0:
-            raise ConfigError(
-                "rollout.temperature=0.0 in eval: acceptance is scored between two distributions; set a temperature "
-                "above 0, 0.01 is greedy in effect"
-            )
-        if len(set(self.swept)) < len(self.swept):
-            raise ConfigError(f"temperatures={self.swept}: expected each of them once")
+    def _can_be_scored(self) -> EvalConfig:
         rollout = self.rollout
-        if (rollout.top_p, rollout.top_k) != (1.0, 0):
-            raise ConfigError(
-                f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k} in eval: heads are scored against whole "
-                "distributions, which truncated text does not follow; set rollout.top_p=1.0 rollout.top_k=0"
-            )
+        if self.temperatures is None:
+            check_sampled(rollout, "eval")
+        check_untruncated(rollout, "eval")
+        if len(set(self.swept)) < len(self.swept):
+            raise ConfigError(f"temperatures: got {self.swept}, expected each temperature once")
         if rollout.speculation == "mtp" and rollout.tree == "none" and rollout.num_speculative_tokens > self.depth:
             raise ConfigError(
-                f"rollout.num_speculative_tokens={rollout.num_speculative_tokens} is deeper than depth={self.depth}, "
-                f"what is scored: set depth={rollout.num_speculative_tokens} or lower rollout.num_speculative_tokens"
+                f"rollout.num_speculative_tokens: got {rollout.num_speculative_tokens}, expected at most "
+                f"depth={self.depth}, the depths that are scored; lower it or raise depth"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_draft_length(self) -> EvalConfig:
-        if self.rollout.draft_schedule is not None:
+        if rollout.draft_schedule is not None:
             raise ConfigError(
-                "rollout.draft_schedule in eval: acceptance per depth is counted at one draft length; "
-                "set rollout.draft_schedule=null"
+                "rollout.draft_schedule: got a schedule in eval, which counts acceptance at one draft length; set "
+                "rollout.draft_schedule=null"
             )
         return self
 
 
 class BenchConfig(Run):
+    """Measure."""
+
     model: Model
     data: Data
     rollout: RolloutSection
@@ -192,30 +173,29 @@ class BenchConfig(Run):
     logger: Logger = Logger()
 
     @model_validator(mode="after")
-    def _sizes_fit(self) -> BenchConfig:
+    def _sections_agree(self) -> BenchConfig:
         if self.bench.suite != "speculators":
             check_tasks(self.data, "bench")
-        rollout = self.rollout
-        if self.bench.suite == "tree" and (rollout.top_p, rollout.top_k) != (1.0, 0):
+        if self.bench.suite == "tree":
+            check_untruncated(self.rollout, "bench tree")
+        if self.bench.suite == "rollout" and max(self.bench.batch_sizes) > self.rollout.max_num_seqs:
             raise ConfigError(
-                f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k} in bench tree: trees are scored "
-                "against whole distributions; set rollout.top_p=1.0 rollout.top_k=0"
-            )
-        most = max(self.bench.batch_sizes)
-        if self.bench.suite == "rollout" and most > rollout.max_num_seqs:
-            raise ConfigError(
-                f"bench.batch_sizes={self.bench.batch_sizes}: the engine holds rollout.max_num_seqs="
-                f"{rollout.max_num_seqs} requests at once; raise it or leave out the larger sizes"
+                f"bench.batch_sizes: got {self.bench.batch_sizes}, expected at most rollout.max_num_seqs="
+                f"{self.rollout.max_num_seqs} requests; raise that or leave out the larger sizes"
             )
         return self
 
 
 class DoctorConfig(Run):
+    """What is installed, and whether the engine samples from the right distribution."""
+
     doctor: Doctor = Doctor()
 
 
 class ReportConfig(Run):
-    # folder of the finished or running run to report on
+    """One HTML page from the records of a run."""
+
+    # folder of the run, finished or not
     run: FilePath
 
 
@@ -230,35 +210,27 @@ COMMANDS: dict[str, type[Run]] = {
 }
 
 
-def check_depth(rollout: RolloutSection, depth: int, key: str) -> None:
-    """Raise where a chain is longer than the head was trained for. `key` names where `depth` comes from.
-
-    A tree may be deeper (`rollout.tree_depth`): it spends its nodes where the draft is sure.
-    """
-    if rollout.tree == "none" and rollout.speculation == "mtp" and rollout.num_speculative_tokens > depth:
-        raise ConfigError(
-            f"rollout.num_speculative_tokens={rollout.num_speculative_tokens} is deeper than the head was trained, "
-            f"{key}={depth}: lower rollout.num_speculative_tokens or train with a larger {key}"
-        )
-
-
-def check_untruncated(rollout: RolloutSection) -> None:
-    """Raise on truncated text to train on: the engine renormalises over the kept set, losses and trainer do not."""
-    for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
-        if value != off:
-            raise ConfigError(
-                f"rollout.{key}={value}: training on truncated sampling biases what is trained against whole "
-                f"distributions, every importance ratio of RL included; set rollout.{key}={off}"
-            )
-
-
 def check_tasks(data: Data, command: str) -> None:
-    """Raise where a command that makes its prompts of data.tasks is given a file."""
+    """Raise where a command that samples prompts from data.tasks is given a file."""
     if data.source == "parquet":
         raise ConfigError(
-            f"data.source=parquet in {command}: its prompts are made of data.tasks; set data.source=self_distill "
-            "data.path=null"
+            f"data.source: got parquet in {command}, which takes its prompts from data.tasks; set "
+            "data.source=self_distill data.path=null"
         )
+
+
+def defaults(model: type[BaseModel]) -> dict[str, Any]:
+    """Every key of a config model with its default, `???` (hydra's "missing") for those that have none."""
+    values: dict[str, Any] = {}
+    for name, info in model.model_fields.items():
+        if not info.is_required():
+            value = info.get_default(call_default_factory=True)
+            values[name] = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+        elif isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            values[name] = defaults(info.annotation)
+        else:
+            values[name] = "???"
+    return values
 
 
 def check(command: str, values: dict[str, Any]) -> Run:
@@ -270,7 +242,7 @@ def check(command: str, values: dict[str, Any]) -> Run:
     try:
         config = model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(one_line(error.errors()[0], field_names(model))) from None
+        raise ConfigError(one_line(error.errors(), model)) from None
     registry.use(config.plugins)
     check_members(config)
     return config

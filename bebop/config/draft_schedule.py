@@ -1,8 +1,8 @@
 """Draft length by batch size: `{"1-16": 3, "64-128": 2, "256+": 0}`.
 
-Drafting trades target forwards for wider ones, which pays while the batch leaves the machine idle and stops paying
-when it does not: the best k falls as the batch grows. A range is "a-b", "a" or, last, "a+"; batch sizes between two
-ranges, and beyond the last, keep the k of the range below them. Pure functions, read by config and engines alike.
+Drafting replaces several target forwards by one wider forward. That pays only while the batch leaves the machine idle,
+so the best k falls as the batch grows. A range is "a-b", "a" or, as the last one, "a+"; batch sizes between two ranges,
+and beyond the last, keep the k of the range below them. Pure functions, used by config and engines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEY = "rollout.draft_schedule"
 
 
 class Range(NamedTuple):
-    """Batch sizes first to last, both included (last None: without end), and their draft length."""
+    """Batch sizes from first to last, both included (last None: no end), and their draft length."""
 
     first: int
     last: int | None
@@ -28,15 +28,17 @@ class Range(NamedTuple):
 
 
 def parse(schedule: Mapping[str, int]) -> tuple[Range, ...]:
-    """Ranges in rising order. Raises ValueError on what is no range, overlaps, or leaves batch size 1 without a k."""
+    """Ranges in rising order. Raises ValueError on an invalid range, an overlap, or batch size 1 without a k."""
     if not isinstance(schedule, Mapping) or not schedule:
-        raise BadInput(f'{KEY}={schedule!r}: expected ranges of batch sizes such as {{"1-16": 3, "17+": 0}}')
+        raise BadInput(f'{KEY}: got {schedule!r}, expected ranges of batch sizes such as {{"1-16": 3, "17+": 0}}')
     ranges = [_range(key, k) for key, k in schedule.items()]
     if ranges[0].first != 1:
-        raise BadInput(f"{KEY}: the first range is {next(iter(schedule))!r}; it must begin at batch size 1")
+        raise BadInput(f"{KEY}: got {next(iter(schedule))!r} as the first range, expected it to begin at batch size 1")
     for before, after in itertools.pairwise(ranges):
         if before.last is None or after.first <= before.last:
-            raise BadInput(f"{KEY}: {_name(after)!r} after {_name(before)!r}: ranges must rise without overlap")
+            raise BadInput(
+                f"{KEY}: got {_name(after)!r} after {_name(before)!r}, expected rising ranges without overlap"
+            )
     return tuple(ranges)
 
 
@@ -44,7 +46,7 @@ def k_for(batch: int, schedule: Mapping[str, int] | tuple[Range, ...]) -> int:
     """Draft length at a batch of `batch` requests. Raises ValueError for a batch below 1."""
     ranges = schedule if isinstance(schedule, tuple) else parse(schedule)
     if batch < 1:
-        raise BadInput(f"a batch of {batch} requests: expected 1 or more")
+        raise BadInput(f"batch: got {batch} requests, expected 1 or more")
     return next(entry.k for entry in reversed(ranges) if entry.first <= batch)
 
 
@@ -53,22 +55,28 @@ def read(path: Path) -> dict[str, int]:
     try:
         content = json.loads(Path(path).read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise BadInput(f"{KEY}={path}: {error}; expected the schedule.json of a bench, or a mapping") from None
+        raise BadInput(f"{KEY}: got {path}, expected the schedule.json of a bench, or a mapping: {error}") from None
     schedule = content.get("schedule", content) if isinstance(content, dict) else content
     parse(schedule)
     return schedule
 
 
 def text(schedule: Mapping[str, int]) -> str:
-    """In a few characters: `1-16:3 64-128:2 256+:0`."""
+    """The schedule in a few characters: `1-16:3 64-128:2 256+:0`."""
     return " ".join(f"{key}:{k}" for key, k in schedule.items())
 
 
-def from_sizes(best: Mapping[int, int]) -> dict[str, int]:
-    """The schedule of the best k at some batch sizes: each holds up to the next size measured, equal ones merged.
+def vllm_ranges(schedule: Mapping[str, int], max_num_seqs: int) -> list[list[int]]:
+    """The schedule as vLLM's `num_speculative_tokens_per_batch_size`: [first, last, k], both ends included.
 
-    Between two sizes the k of the smaller is kept, as in a gap; below the smallest, the smallest's.
+    vLLM, too, lets a gap keep the k of the range below it. A range without end stops at max_num_seqs.
     """
+    return [[r.first, r.last or max(r.first, max_num_seqs), r.k] for r in parse(schedule)]
+
+
+def from_sizes(best: Mapping[int, int]) -> dict[str, int]:
+    """The schedule from the best k at some batch sizes. Each k holds up to the next measured size; equal neighbours are
+    merged. Below the smallest size, its k holds."""
     sizes = sorted(best)
     if not sizes:
         raise BadInput("no batch size was measured")
@@ -86,13 +94,13 @@ def from_sizes(best: Mapping[int, int]) -> dict[str, int]:
 def _range(key: Any, k: Any) -> Range:
     found = re.fullmatch(r"([1-9]\d*)(?:(\+)|-([1-9]\d*))?", str(key))
     if not found:
-        raise BadInput(f'{KEY}: {key!r} is no range of batch sizes; expected "1-16", "8" or "64+"')
+        raise BadInput(f'{KEY}: got {key!r}, expected a range of batch sizes: "1-16", "8" or "64+"')
     if isinstance(k, bool) or not isinstance(k, int) or k < 0:
-        raise BadInput(f"{KEY}: {key!r}: {k!r} is no draft length; expected a whole number, 0 for none")
+        raise BadInput(f"{KEY}: got {k!r} for {key!r}, expected an integer of at least 0")
     first = int(found[1])
     last = None if found[2] else int(found[3] or first)
     if last is not None and last < first:
-        raise BadInput(f"{KEY}: {key!r} ends before it begins")
+        raise BadInput(f"{KEY}: got {key!r}, which ends before it begins")
     return Range(first, last, k)
 
 

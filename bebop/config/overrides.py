@@ -1,9 +1,9 @@
-"""Command-line overrides: what hydra gets, and one clear line for what it would refuse or misread.
+"""Command-line overrides: which of them hydra gets, and one clear line for what it would refuse or misread.
 
-hydra's own rules stand (`a.b=1`, `group=option`, `-m a=1,2`). Added to them: a key that no config has is answered with
-the nearest that exists, also behind `+` and `++`; values of path keys may hold `=`, spaces and commas; verl's keys are
-told apart (`verl.<key>=...`, or one of verl's own roots) and passed on as verl spells them; `recipe=<story>` takes
-recipes/<story>/recipe.yaml.
+hydra's own rules hold (`a.b=1`, `group=option`, `-m a=1,2`). In addition: an unknown key is refused with the nearest
+one that exists, also after `+` and `++`; values of path keys may contain `=`, spaces and commas; keys for verl
+(`verl.<key>=...`, or one of verl's own roots) are passed on in verl's spelling; `recipe=<folder>` takes
+recipes/<folder>/recipe.yaml.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from bebop.config import COMMANDS, FilePath
-from bebop.config.messages import field_names
+from bebop.config.messages import field_names, no_such_key
 from bebop.errors import ConfigError
-from bebop.registry import nearest
+from bebop.registry import one_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 RECIPES = ROOT / "recipes"
 VERL_ROOTS = ("actor_rollout_ref", "algorithm", "critic", "reward", "reward_model", "transfer_queue", "ray_kwargs")
-# `data.tasks.0.weight`, `data.tasks.0.params.max_terms`: below these keys a list or a free mapping begins
+# lists whose entries have keys of their own, as in `data.tasks.0.params.max_terms=2`
 FREE_BELOW = ("data.tasks", "model.tiny.tasks")
 _OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[^=]+?)(?:=(?P<value>.*))?$", re.DOTALL)
 
@@ -54,19 +54,19 @@ def parse(command: str, words: list[str]) -> Arguments:
             flags["multirun"] = True
         elif word in ("--cfg", "-c"):
             if (words.pop(0) if words else None) != "job":
-                raise ConfigError(f"{word}: expected `{word} job`")
+                raise ConfigError(f"{word}: expected {word} job")
             flags["show"] = True
         elif word == "--dry-run":
             flags["dry_run"] = True
         elif word.startswith("-"):
-            raise ConfigError(f"{word}: no such flag; there are -m, --cfg job and --dry-run")
+            raise ConfigError(f"{word}: no such flag, expected -m, --cfg job or --dry-run")
         else:
             overrides.append(word)
     kept = []
     for word in overrides:
         match = _OVERRIDE.match(word)
         if match is None or (match["value"] is None and match["sign"] != "~"):
-            raise ConfigError(f"{word!r}: expected key=value")
+            raise ConfigError(f"got {word!r}, expected key=value")
         key = match["key"]
         if key.split(".")[0] == "verl":
             verl.append((match["sign"] or "") + word[len(match["sign"] or "") + len("verl.") :])
@@ -75,11 +75,11 @@ def parse(command: str, words: list[str]) -> Arguments:
         elif key == "recipe":
             kept.append(_recipe(match["value"] or ""))
         elif key.startswith("recipes/"):
-            kept.append(_recipe(key.removeprefix("recipes/")))  # a job of a sweep gets its recipe back as hydra has it
+            kept.append(_recipe(key.removeprefix("recipes/")))  # how a job of a sweep gets its recipe
         else:
             kept.append(_known(command, match, flags["multirun"]))
     if verl and command not in ("grpo", "demo"):
-        raise ConfigError(f"{verl[0]}: verl runs in grpo and demo, not in {command}")
+        raise ConfigError(f"{verl[0]}: got a key for verl in {command}; only grpo and demo run verl")
     return Arguments(kept, verl, **flags)
 
 
@@ -88,15 +88,11 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
 
-def _recipe(story: str) -> str:
+def _recipe(folder: str) -> str:
     known = sorted(path.parent.name for path in RECIPES.glob("*/recipe.yaml"))
-    if story not in known:
-        like = nearest(story, known)
-        raise ConfigError(
-            f"recipe={story}: no recipes/{story}/recipe.yaml; "
-            + (f"did you mean {like}?" if like else f"there are {known}")
-        )
-    return f"+recipes/{story}=recipe"
+    if folder not in known:
+        raise ConfigError(f"recipe: got {folder}, expected {one_of(folder, known)}")
+    return f"+recipes/{folder}=recipe"
 
 
 def _known(command: str, match: re.Match[str], multirun: bool) -> str:
@@ -107,23 +103,22 @@ def _known(command: str, match: re.Match[str], multirun: bool) -> str:
         return word
     known = field_names(model)
     if key not in known:
-        like = nearest(key, known)
-        raise ConfigError(f"{word}: {command} has no key {key}" + (f"; did you mean {like}?" if like else ""))
-    if (CONFIGS / key).is_dir() and value is not None and not sign:
+        raise ConfigError(f"{word}: {no_such_key(key, known, command)}")
+    if sign in ("+", "++"):
+        word = f"{key}={value}"  # the key exists, so adding it is setting it
+    if any(name.startswith(f"{key}.") for name in known) and value is not None and not value.startswith("{"):
         for option in value.split(",") if multirun else [value]:
             if option not in options(key):
-                like = nearest(option, options(key))
-                raise ConfigError(
-                    f"{key}={option}: no such config; "
-                    + (f"did you mean {key}={like}?" if like else f"there are {options(key)}")
-                )
+                wanted = one_of(option, options(key)) if options(key) else f"keys below it, as in {_first(key, known)}"
+                raise ConfigError(f"{key}: got {option}, expected {wanted}")
         return word
-    if sign in ("+", "++"):
-        # The key exists, so adding it and setting it are the same thing.
-        word = f"{key}={value}"
     if value and _is_path(model, key) and value != "null" and value[0] not in "'\"" and not (multirun and "," in value):
         word = f"{key}={_quoted(value)}"
     return word
+
+
+def _first(section: str, known: list[str]) -> str:
+    return next(name for name in known if name.startswith(f"{section}.")) + "=<value>"
 
 
 def _quoted(value: str) -> str:

@@ -37,18 +37,20 @@ class HeadObjective(nn.Module):
         depth: int,
         loss: Loss,
         *,
+        temperature: float = 1.0,
         compute_dtype: torch.dtype = torch.float32,
         activation_checkpointing: bool = False,
     ) -> None:
         """embed_weight, lm_head_weight: float32 [V,D], frozen; not parameters of this module, so never updated.
 
+        temperature: of the training sequences; the loss compares draft and target at it.
         compute_dtype: of matrix products, the heads' by autocast, the loss's by its operands; parameters, gradients
         and the loss's statistics stay float32.
         activation_checkpointing: MLPs keep their input alone and run again in the backward pass.
         """
         super().__init__()
         self.head, self.depth, self.loss_name = head, depth, loss.name
-        self._loss = loss
+        self._loss, self._temperature = loss, temperature
         self._frozen = (embed_weight, lm_head_weight.to(compute_dtype))
         self._compute_dtype = compute_dtype
         if activation_checkpointing:
@@ -70,7 +72,7 @@ class HeadObjective(nn.Module):
             lm_head_weight,
             batch.target_index,
             batch.labels,
-            temperature=self._loss.temperature,
+            temperature=self._temperature,
             tau_max=self._loss.tau_max,
             impl=self._loss.impl,
         )

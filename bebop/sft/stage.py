@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bebop.config import SftConfig
-from bebop.errors import ConfigError
+from bebop.config import RolloutSection, SftConfig
 from bebop.policies import prepare_policy
 from bebop.sft.job import Job
 from bebop.sft.launch import launch
@@ -21,7 +20,10 @@ from bebop.store.wandb import check_wandb
 log = logging.getLogger(__name__)
 JOB, RESULT, CHECKPOINT = "sft_job.json", "sft_result.json", "checkpoint"
 # keys in which a resumed run may differ
-FREE = ("run_dir", "logger", "rollout", "sft.eval_every", "sft.save_every")
+FREE = (
+    *("run_dir", "logger", "sft.eval_every", "sft.save_every"),
+    *(f"rollout.{key}" for key in RolloutSection.model_fields if key != "temperature"),
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,6 @@ def run(config: SftConfig, run_dir: Path) -> SftResult:
 
     Raises ConfigError or DiskError before any model loads, SftError if training fails.
     """
-    check_temperatures(config)
     check_wandb(config.logger.wandb)
     run_dir = run_dir.resolve()
     with owned(run_dir):
@@ -73,15 +74,6 @@ def train(config: SftConfig, policy_dir: Path, text_dir: Path, run_dir: Path) ->
     job = Job(config=config, policy_dir=policy_dir, text_dir=text_dir, run_dir=run_dir)
     write_text(run_dir / JOB, job.model_dump_json(indent=1))
     launch(run_dir / JOB, run_dir, config.sft.num_processes)
-
-
-def check_temperatures(config: SftConfig) -> None:
-    """Raise ConfigError where loss and rollouts differ in temperature: acceptance is scored at the text's own."""
-    if config.loss.temperature != config.rollout.temperature:
-        raise ConfigError(
-            f"loss.temperature={config.loss.temperature} with rollout.temperature={config.rollout.temperature}: the "
-            "text is sampled at the latter and acceptance is scored on it; set both to the same value"
-        )
 
 
 def describe(summary: dict[str, Any]) -> str:

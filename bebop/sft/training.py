@@ -35,7 +35,7 @@ class Training:
 
     def __init__(self, job: Job, device: str) -> None:
         config = job.config
-        self.job, self.sft = job, config.sft
+        self.job, self.sft, self.temperature = job, config.sft, config.rollout.temperature
         backbone = load_backbone(job.policy_dir, dtype=getattr(torch, config.model.dtype), device=device)
         self.frozen = (backbone.embed_weight.float(), backbone.lm_head_weight.float())
         head = load_heads(job.policy_dir)
@@ -59,6 +59,7 @@ class Training:
             *self.frozen,
             self.sft.depth,
             self.loss,
+            temperature=self.temperature,
             compute_dtype=getattr(torch, self.sft.compute_dtype),
             activation_checkpointing=self.sft.activation_checkpointing,
         )
@@ -99,7 +100,7 @@ class Training:
                 "heads_from": f"fresh, {self.job.config.model.mtp_init}" if self.cold else "the policy's own",
                 "loss_warmup": self.loss.warmup,
                 "regression_steps": self.sft.regression_steps,
-                **self.data.entropy(self.loss.temperature),
+                **self.data.entropy(self.temperature),
                 "tasks": {task: found.as_dict() for task, found in by_task.items()},
                 "num_sequences": self.data.num_sequences,
                 "num_tokens": self.data.num_tokens,
@@ -147,9 +148,9 @@ class Training:
         return {
             "loss": loss,
             "loss_name": self.objective.loss_name,
-            # [K] mean overlap over the step's anchors, at loss.temperature
+            # [K] mean overlap over the step's anchors, at that temperature
             **({} if regression else {"alpha": alpha}),
-            "temperature": self.loss.temperature,
+            "temperature": self.temperature,
             "lr": lr,
             "grad_norm": trainer.grad_norm(),
             "num_anchors": total,
@@ -173,7 +174,7 @@ class Training:
         return {task: summarise(each) for task, each in scores.items()}, scored
 
     def _scores(self, batches: Iterable[TrainBatch]) -> AnchorScores:
-        return score_batches(self.objective.head, batches, *self.frozen, temperature=self.loss.temperature)
+        return score_batches(self.objective.head, batches, *self.frozen, temperature=self.temperature)
 
 
 def _warmup(loss: Loss) -> str:
@@ -200,7 +201,8 @@ def _deepspeed(job: Job) -> dict[str, Any]:
 def _identity(job: Job) -> str:
     """Stands for everything that the trained heads depend on."""
     checksums = checkpoint_checksums(job.policy_dir)
-    config = job.config.model_dump(mode="json", include={"model": {"dtype", "mtp_init"}, "loss": True, "sft": True})
+    parts = {"model": {"dtype", "mtp_init"}, "loss": True, "sft": True, "rollout": {"temperature"}}
+    config = job.config.model_dump(mode="json", include=parts)
     for key in ("eval_every", "save_every"):
         del config["sft"][key]
     return fingerprint(

@@ -41,6 +41,7 @@ def config(mode: str, **grpo: object) -> dict:
             "prompts_per_step": 4,
             "group_size": 4,
             "lr": 1e-3,
+            "adam_eps": 1e-3,
             "verl_overrides": [f"reward.custom_reward_function.path='{reward}'"],
             **grpo,
         },

@@ -41,7 +41,7 @@ def start(run_dir: Path, policy: Path, mode: str, **grpo: object) -> subprocess.
         "trainer": {"mode": mode},
         "logger": {"wandb": "disabled"},
         "grpo": {
-            **{"prompts_per_step": 4, "group_size": 4, "lr": 1e-3},
+            **{"prompts_per_step": 4, "group_size": 4, "lr": 1e-3, "adam_eps": 1e-3},
             "verl_overrides": [f"reward.custom_reward_function.path='{Path(__file__).with_name('grpo_reward.py')}'"],
             **grpo,
         },

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bebop.config import check
-from bebop.config.sections import RolloutSection
+from bebop.config import RolloutSection, check
 from bebop.engines import check_policy
 from bebop.engines.torch_engine.request import end_of_text, make_request
 from bebop.errors import BadInput, ConfigError, EngineRefused

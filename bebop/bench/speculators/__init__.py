@@ -187,7 +187,7 @@ def _sft_config(config: BenchConfig, policy: Path) -> SftConfig:
         model=Model(name="hf", path=policy, dtype="float32", mtp_init=config.model.mtp_init),
         data=config.data,
         # by its name, since bebop takes heads that came with a policy for trained ones
-        loss=Loss(warmup="lk", temperature=rollout.temperature),
+        loss=Loss(warmup="lk"),
         sft=Sft(
             depth=rollout.num_speculative_tokens,
             steps=spec.steps,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bebop.config import RolloutSection
-from bebop.engines.schedule import vllm_ranges
+from bebop.config.draft_schedule import vllm_ranges
 from bebop.engines.vllm_engine import fixes
 from bebop.engines.vllm_engine.rules import rule_methods
 from bebop.errors import EngineRefused
@@ -55,7 +55,9 @@ def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dt
             "speculative_config": {
                 "method": "mtp",
                 "num_speculative_tokens": rollout.num_speculative_tokens,
-                "num_speculative_tokens_per_batch_size": vllm_ranges(rollout) if rollout.draft_schedule else None,
+                "num_speculative_tokens_per_batch_size": (
+                    vllm_ranges(rollout.draft_schedule, rollout.max_num_seqs) if rollout.draft_schedule else None
+                ),
                 "draft_sample_method": draft_method,
                 "rejection_sample_method": verify_method,
             },

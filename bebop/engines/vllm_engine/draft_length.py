@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bebop.engines.schedule import k_for
+from bebop.config.draft_schedule import k_for
 
 METHOD = "bebop_draft_lengths"
 

@@ -15,8 +15,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from bebop.config import GrpoConfig, check_depth
+from bebop.config.draft_schedule import vllm_ranges
 from bebop.data.tasks import has_verifier
-from bebop.engines.schedule import vllm_ranges
 from bebop.engines.vllm_engine.rules import rule_methods
 from bebop.errors import ConfigError
 from bebop.registry import nearest
@@ -92,8 +92,6 @@ def check(config: GrpoConfig, policy: Policy, *, num_gpus: int) -> None:
     for task in data.tasks:
         if not has_verifier(task.name):
             raise ConfigError(f"data.tasks name={task.name}: has no verifier, so no reward; choose another task for RL")
-    if rollout.temperature == 0:
-        raise ConfigError("rollout.temperature=0.0: GRPO compares sampled responses; set rollout.temperature=1.0")
     if rollout.speculation == "mtp":
         if not policy.mtp_layers:
             raise ConfigError(
@@ -263,7 +261,7 @@ def overrides(
         if rollout.draft_schedule:
             keys[
                 "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.num_speculative_tokens_per_batch_size"
-            ] = vllm_ranges(rollout)
+            ] = vllm_ranges(rollout.draft_schedule, rollout.max_num_seqs)
     if on_cpu:
         keys |= {
             "actor_rollout_ref.rollout.enforce_eager": True,
