@@ -146,7 +146,9 @@ def _multirun(command: str, arguments: Arguments) -> int:
         for o in parsed
         if o.key_or_group != "run_dir"
     ]
-    given = [o.value() for o in parsed if o.key_or_group == "run_dir"]
+    given = [str(o.value()) for o in parsed if o.key_or_group == "run_dir"]
+    if "run_dir" in swept:
+        raise ConfigError("run_dir: got several folders, expected one; each job of a sweep has a folder in it")
     jobs = [list(job) for job in itertools.product(*choices)]
     for job in jobs:
         # Configs are checked for every job before the first one starts.

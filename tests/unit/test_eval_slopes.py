@@ -59,10 +59,10 @@ def test_too_little_is_undetermined():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rollout": {"temperature": 0.0}}, r"rollout.temperature=0.0 in eval"),
-        ({"rollout": {"top_p": 0.9}}, r"rollout.top_p=0.9, rollout.top_k=0 in eval"),
-        ({"rollout": {"num_speculative_tokens": 4}}, r"num_speculative_tokens=4 is deeper than depth=3"),
-        ({"temperatures": [1.0, 1.0]}, r"temperatures=\[1.0, 1.0\]: expected each of them once"),
+        ({"rollout": {"temperature": 0.0}}, r"rollout.temperature: got 0.0 in eval"),
+        ({"rollout": {"top_p": 0.9}}, r"rollout.top_p: got 0.9 in eval"),
+        ({"rollout": {"num_speculative_tokens": 4}}, r"num_speculative_tokens: got 4, expected at most depth=3"),
+        ({"temperatures": [1.0, 1.0]}, r"temperatures: got \[1.0, 1.0\]"),
         ({"temperatures": [0.0]}, r"temperatures"),
     ],
 )

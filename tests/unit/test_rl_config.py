@@ -90,7 +90,7 @@ def test_samples_are_waited_for_never_dropped(policy: Policy, tmp_path: Path):
 
 
 def test_async_without_a_correction_is_refused():
-    with pytest.raises(ConfigError, match=r"importance_correction=none.*token or sequence"):
+    with pytest.raises(ConfigError, match=r"importance_correction: got none.*token or sequence"):
         grpo_config(trainer={"importance_correction": "none"})
 
 
@@ -136,7 +136,7 @@ def test_checking_a_config_imports_neither_verl_nor_vllm():
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"rollout": {"temperature": 0.0}}, "rollout.temperature=0.0"),
+        ({"rollout": {"temperature": 0.0}}, "rollout.temperature: got 0.0"),
         ({"rollout": {"rule": "block"}}, "rollout.rule=block"),
         ({"data": {"max_response_tokens": 100}}, "rollout.max_model_len=128"),
     ],
@@ -181,7 +181,7 @@ def test_draft_deeper_than_the_head_names_both_numbers(policy: Policy, tmp_path:
     trained = dataclasses.replace(policy, mtp_depth=3)
     with pytest.raises(ConfigError) as caught:
         compose(grpo_config(rollout={"num_speculative_tokens": 4}), trained, tmp_path)
-    assert "num_speculative_tokens=4" in str(caught.value) and "=3" in str(caught.value)
+    assert "num_speculative_tokens: got 4" in str(caught.value) and "=3" in str(caught.value)
 
 
 def test_policy_without_heads_cannot_speculate(policy: Policy, tmp_path: Path):

@@ -72,7 +72,7 @@ def test_a_tree_may_be_deeper_than_its_heads_were_trained_and_a_chain_may_not(ti
 
     trained = dataclasses.replace(Policy.read(tiny_random), mtp_depth=3)
     compose(grpo_config(tree="rheo", tree_depth=8, num_speculative_tokens=4), trained, tmp_path)
-    with pytest.raises(ConfigError, match="num_speculative_tokens=4"):
+    with pytest.raises(ConfigError, match="num_speculative_tokens: got 4"):
         compose(grpo_config(num_speculative_tokens=4), trained, tmp_path)
 
 

@@ -107,9 +107,12 @@ def test_ends_of_text_come_from_both_configs(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "parts"),
     [
-        ({"tree": "rheo"}, ["rollout.tree=rheo", "rollout.engine=vllm", "set rollout.engine=torch"]),
-        ({"tree": "topk", "engine": "torch", "rule": "block"}, ["rollout.tree=topk", "rollout.rule=block"]),
-        ({"tree": "topk", "engine": "torch", "speculation": "none"}, ["rollout.tree=topk", "rollout.speculation=none"]),
+        ({"tree": "rheo"}, ["rollout.tree: got rheo", "rollout.engine=vllm", "set rollout.engine=torch"]),
+        ({"tree": "topk", "engine": "torch", "rule": "block"}, ["rollout.tree: got topk", "rollout.rule=block"]),
+        (
+            {"tree": "topk", "engine": "torch", "speculation": "none"},
+            ["rollout.tree: got topk", "rollout.speculation=none"],
+        ),
     ],
 )
 def test_a_tree_that_would_be_ignored_is_refused(keys, parts):
@@ -121,7 +124,7 @@ def test_a_tree_that_would_be_ignored_is_refused(keys, parts):
 
 
 def test_the_fixes_of_vllm_are_not_asked_of_another_engine():
-    with pytest.raises(ConfigError, match=r"doctor\.engine_fixes=false with doctor\.engine=torch"):
+    with pytest.raises(ConfigError, match=r"doctor\.engine_fixes: got false with doctor\.engine=torch"):
         check("doctor", {"doctor": {"engine": "torch", "engine_fixes": False}})
 
 

@@ -98,7 +98,7 @@ def check(config: GrpoConfig, policy: Policy, *, num_gpus: int) -> None:
                 f"rollout.speculation=mtp: the policy in {policy.path} has no MTP head; set rollout.speculation=none"
             )
         if policy.mtp_depth:
-            check_depth(rollout, policy.mtp_depth, "the policy's mtp_depth (sft.depth)")
+            check_depth(rollout, policy.mtp_depth, "sft.depth")
         if rollout.rule == "block" and rollout.engine == "vllm":
             raise ConfigError(
                 "rollout.rule=block: vLLM's V1 runner, which verl needs, drafts greedily; set rollout.rule=rejection"
