@@ -11,7 +11,7 @@ from bebop.errors import BadInput
 
 
 class KernelBench(Section):
-    # rows of logits for tv_overlap, and anchors for linear_tv_overlap
+    # rows of logits for tv_overlap and topk, and anchors for linear_tv_overlap
     rows: list[int] = Field(default_factory=lambda: [256, 1024])
     # vocabulary sizes
     vocab_sizes: list[int] = Field(default_factory=lambda: [49152, 151936])

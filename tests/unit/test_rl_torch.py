@@ -57,9 +57,9 @@ def test_the_engines_whole_section_reaches_its_server_and_the_record_tells_the_t
 @pytest.mark.parametrize(
     ("rollout", "words"),
     [
-        ({"engine": "vllm", "tree": "rheo"}, r"rollout.tree=rheo with rollout.engine=vllm: set rollout.engine=torch"),
-        ({"tree": "topk", "speculation": "none"}, r"rollout.tree=topk with rollout.speculation=none"),
-        ({"tree": "rheo", "tree_leads": 4}, r"rollout.tree_leads=4: .* rollout.tree_width - 1 = 3"),
+        ({"engine": "vllm", "tree": "rheo"}, r"rollout.tree: got rheo with rollout.engine=vllm; set rollout.engine=torch"),
+        ({"tree": "topk", "speculation": "none"}, r"rollout.tree: got topk with rollout.speculation=none"),
+        ({"tree": "rheo", "tree_leads": 4}, r"rollout.tree_leads: got 4, .* rollout.tree_width - 1 = 3"),
     ],
 )
 def test_a_tree_that_would_be_ignored_is_refused(rollout, words):
