@@ -50,7 +50,7 @@ class RolloutEngine(Protocol):
     def update_weights(self, tensors: Weights, version: int) -> WeightChecksums:
         """Replace the named tensors (checkpoint names; backbone, heads or both) in place and return what is held now.
 
-        Running requests go on with the new weights. Raises EngineError for an unknown name, a wrong shape, or heads
+        Running requests continue with the new weights. Raises EngineError for an unknown name, a wrong shape, or heads
         that the engine does not hold; then nothing was replaced.
         """
 

@@ -370,7 +370,7 @@ def test_a_nan_in_one_requests_rows_is_its_error_alone_with_request_and_row_name
     good, bad = asyncio.run(both())
     assert good.finish_reason == "length"
     assert isinstance(bad, EngineError)
-    assert "request bad: target row 0, behind position 29, is NaN" in str(bad)
+    assert "request bad: target row 0, after position 29, is NaN" in str(bad)
     embedding[7] = load_file(policies[0] / "model.safetensors")["model.embed_tokens.weight"][7]
     # the slot that held NaN serves again, beside a longer text, for which its masked columns are read
     for rollout in engine.generate([long, (1, 7, 3)], Sampling(max_tokens=20, ignore_eos=True)):

@@ -33,9 +33,9 @@ def test_error_of_the_pooled_length_is_that_of_repeated_experiments():
 
     pairs = [experiment() for _ in range(800)]
     lengths = np.array([[one.acceptance_length for one in pair] for pair in pairs])
-    told = np.mean([tree.error_of(pair[0].pull) for pair in pairs])
+    told = np.mean([tree.error_of(pair[0].influence) for pair in pairs])
     assert told == pytest.approx(lengths[:, 0].std(), rel=0.1)
-    paired = np.mean([tree.error_of(pair[1].pull - pair[0].pull) for pair in pairs])
+    paired = np.mean([tree.error_of(pair[1].influence - pair[0].influence) for pair in pairs])
     assert paired == pytest.approx((lengths[:, 1] - lengths[:, 0]).std(), rel=0.1)
     assert paired < told, "the prompts' own difficulty is out of it"
 

@@ -132,7 +132,7 @@ def test_a_broken_state_inside_a_draft_is_its_requests_error_alone(start, monkey
 
     monkeypatch.setattr(drafter, "_deeper", once)
     first, bad, last = submit(engine, [PROMPT] * 3)
-    assert str(outcome(bad)) == f"request 1: {HEAD_BROKEN} behind a draft token"
+    assert str(outcome(bad)) == f"request 1: {HEAD_BROKEN} after a draft token"
     assert [first.result(30).token_ids, last.result(30).token_ids] == undisturbed[::2]
 
 
@@ -171,7 +171,7 @@ def test_an_update_that_breaks_the_backbone_names_the_target(start, policy):
     running = submit(engine, [PROMPT])
     admit(engine)
     engine.update_weights({name: torch.full_like(load_file(policy / "model.safetensors")[name], 3e38)}, version=1)
-    assert "target row 0, behind position" in str(outcome(running[0]))
+    assert "target row 0, after position" in str(outcome(running[0]))
 
 
 # -- one request's parameters -------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Every variant answers the same prompts with the same seeds. They take turns at e
 each time, so that a machine that slows down slows all. Responses end where they end.
 
 Acceptance length is pooled, r = 1 + accepted / drafts over all rounds; a round is a target forward with a draft. Rounds
-of one text are alike, so its standard error counts prompts: prompt i pulls r by d_i = (accepted_i - (r - 1) drafts_i) /
+of one text are alike, so its standard error counts prompts: prompt i moves r by d_i = (accepted_i - (r - 1) drafts_i) /
 mean(drafts), and the error is std(d) / sqrt(prompts). The error of a difference takes d_i - d'_i: paired by prompt.
 
 Trees are scored too, see `bebop.bench.tree.score`: expected tokens of a round at the same places of the same texts.
@@ -36,7 +36,7 @@ from bebop.records import Rollout, Sampling
 from bebop.store.environment import device
 
 RRSW_LEADS = 1  # the m at which RRSw is compared
-CLEAR = 2.0  # standard errors from which a gain over TopK is told from none
+CLEAR = 2.0  # standard errors above which a gain over TopK counts as one
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Tally:
         return 1.0 + self.accepted.sum() / max(self.drafts.sum(), 1)
 
     @property
-    def pull(self) -> np.ndarray:
+    def influence(self) -> np.ndarray:
         """d_i of the module's docstring, [prompts]."""
         if not self.drafts.sum():
             return np.zeros(len(self.drafts))
@@ -83,7 +83,7 @@ class Measured:
 
     gain: acceptance length above TopK's, paired by prompt; surviving: (speed / TopK's - 1) / (acceptance length /
     TopK's - 1), the share of the gain that is left in tokens per second; None where the gain is within its error.
-    scored: expected tokens of a round at given places, and its gain over TopK, paired too; trees alone. same_text: at
+    scored: expected tokens of a round at given positions, and its gain over TopK, paired too; trees only. same_text: at
     temperature 0, the share of prompts whose text is plain decoding's. rules_share: of a round's time, what growing and
     verifying the draft takes, the model's passes left out; None on a GPU. Errors are standard errors.
     """
@@ -271,7 +271,7 @@ def _row(
     gain = gain_error = surviving = None
     if topk is not None and kind.method in ("topk", "rrsw", "rheo"):
         gain = tally.acceptance_length - topk.acceptance_length
-        gain_error = error_of(tally.pull - topk.pull)
+        gain_error = error_of(tally.influence - topk.influence)
         if gain > CLEAR * gain_error:
             faster = speed / statistics.median(topk.speeds) - 1.0
             surviving = faster / (tally.acceptance_length / topk.acceptance_length - 1.0)
@@ -288,13 +288,13 @@ def _row(
         method=kind.method,
         leads=kind.leads,
         acceptance_length=tally.acceptance_length,
-        acceptance_length_error=error_of(tally.pull),
+        acceptance_length_error=error_of(tally.influence),
         gain=gain,
         gain_error=gain_error,
         scored=mine.acceptance_length if mine else None,
-        scored_error=error_of(mine.pull) if mine else None,
+        scored_error=error_of(mine.influence) if mine else None,
         scored_gain=mine.acceptance_length - base.acceptance_length if pair else None,
-        scored_gain_error=error_of(mine.pull - base.pull) if pair else None,
+        scored_gain_error=error_of(mine.influence - base.influence) if pair else None,
         scored_positions=int(mine.drafts.sum()) if mine else 0,
         tokens_per_s=speed,
         tokens_per_s_low=min(tally.speeds),
@@ -317,9 +317,9 @@ def _row(
     )
 
 
-def error_of(pull: np.ndarray) -> float:
+def error_of(influence: np.ndarray) -> float:
     """Standard error of a mean over prompts; nan for a single one."""
-    return float(pull.std(ddof=1) / len(pull) ** 0.5) if len(pull) > 1 else float("nan")
+    return float(influence.std(ddof=1) / len(influence) ** 0.5) if len(influence) > 1 else float("nan")
 
 
 def _line(row: Measured) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Of a request with n known tokens, both caches hold positions 0 .. n-2: the backbone's keys, and the head's of depth 1,
 whose input at position t is the backbone's hidden state there and the embedding of token t+1. A round passes the last
-known token and the draft behind it through the backbone, keeps what was accepted, and runs the head over the accepted
-positions; its output behind the last one is where the next draft starts.
+known token and the draft after it through the backbone, keeps what was accepted, and runs the head over the accepted
+positions; its output at the last of them is where the next draft starts.
 
 Legend: B requests, N draft nodes, A accepted positions of the longest run, V vocabulary, S width of the hidden state.
 """
@@ -63,7 +63,7 @@ class Rounds:
             yield self._leave({first + i: outcome for i, outcome in failed.items()})
 
     def refill(self) -> list[Finished]:
-        """Compute the caches of all running requests anew, after their weights changed; those that this broke."""
+        """Compute all caches again, after an update of the weights; the requests that the update broke."""
         order = sorted(range(len(self.active)), key=lambda i: -self.active[i].length)
         self.active = [self.active[i] for i in order]
         self._settings = None
@@ -118,7 +118,7 @@ class Rounds:
 
         logits, hidden, broken = self._target(draft, anchors, last)
         if draft.bad is not None:
-            broken |= _named(draft.bad, f"{HEAD_BROKEN} behind a draft token")
+            broken |= _named(draft.bad, f"{HEAD_BROKEN} after a draft token")
         at_once = logits.shape[1] if self.drafter.spec is None else 1  # a tree is verified row by row
         few = threads_for(len(requests) * at_once * logits.shape[-1], logits.device)
         with self.drafter.clock.part("verifying"), few:
@@ -173,11 +173,11 @@ class Rounds:
         return outcomes
 
     def _keep(self, draft: Draft, anchors: Anchors, verified: Verified) -> None:
-        """Move the accepted nodes' keys and values behind each request's text."""
+        """Move the accepted nodes' keys and values to the end of each request's text."""
         num_nodes = draft.tokens.shape[1]
         chain = self.drafter.spec is None
         if anchors.committed is None and (chain or not num_nodes):
-            return  # a chain behind texts of one length lies where it belongs
+            return  # a chain after texts of one length is where it belongs
         source = torch.where(verified.path >= 0, verified.path + (anchors.start + 1), -1)
         source = torch.nn.functional.pad(source, (1, 0), value=anchors.start)
         self.cache.keep(anchors.lengths - 1, source)
@@ -246,13 +246,13 @@ class Rounds:
         return found.tolist()
 
     def _broken(self, hidden: Tensor, logits: Tensor | None, first_position: Tensor) -> dict[int, str]:
-        """Slots whose target rows are not finite; their logits are set to 0, so that the others can go on."""
+        """Slots whose target rows are not finite; their logits are set to 0, so that the others continue."""
         bad = _not_finite(hidden)  # [B, rows]
         found = {}
         for slot, row in bad.nonzero().tolist():
             if slot not in found:
                 position = int(first_position[slot])
-                found[slot] = f"target row {row}, behind position {position}, is NaN or infinite"
+                found[slot] = f"target row {row}, after position {position}, is NaN or infinite"
                 hidden[slot] = 0
                 if logits is not None:
                     logits[slot] = 0
@@ -291,7 +291,7 @@ class Rounds:
 def target_pass(policy: Policy, cache: Cache, draft: Draft, anchors: Anchors, last: Tensor) -> tuple[Tensor, Tensor]:
     """The policy over each request's last known token and its draft: logits [B, N+1, V], hidden states [B, N+1, S].
 
-    last: long [B]. Row 0 stands behind the last known token, row i + 1 behind node i.
+    last: long [B]. Row 0 is after the last known token, row i + 1 after node i.
     """
     tokens = torch.cat([last.unsqueeze(1), draft.tokens.clamp(min=0)], 1)
     depths = torch.nn.functional.pad(draft.depths, (1, 0))
@@ -307,7 +307,7 @@ def target_pass(policy: Policy, cache: Cache, draft: Draft, anchors: Anchors, la
 
 
 def make_caches(policy: Policy, drafter: Drafter, max_model_len: int, num_slots: int) -> tuple[Cache, Cache | None]:
-    """The backbone's cache and the head's, with room for a draft behind the longest text."""
+    """The backbone's cache and the head's, with room for a draft after the longest text."""
     shape = policy.cache_shape() | {"num_slots": num_slots, "dtype": policy.dtype, "device": policy.device}
     columns, head_columns = _columns(drafter, max_model_len)
     cache = Cache(num_layers=policy.config.num_hidden_layers, num_columns=columns, **shape)

@@ -1,7 +1,7 @@
 """What a round verifies: nothing, a chain, or a tree, drafted by the MTP head level by level.
 
 At depth k the head attends to the depth-1 keys of every position up to its anchor, which the head's cache holds, and to
-its own path's keys of depths 2..k, which a draft writes behind them and the next draft overwrites
+its own path's keys of depths 2..k, which a draft writes after them and the next draft overwrites
 (`bebop.mtp.heads.mimo`).
 
 Legend: B requests, N nodes, D levels, W nodes expanded at a level, V vocabulary, S width of the hidden state.
@@ -41,8 +41,8 @@ NO_NODE = -1
 class Anchors:
     """The requests of a round. lengths: tokens known, [B], the last of them not yet in the cache.
 
-    state [B, S]: the head's output of depth 1 behind the last token. committed: bool [B, start], the columns of each
-    request's text in both caches; None where all are. start: common column behind all texts.
+    state [B, S]: the head's output of depth 1 at the last token. committed: bool [B, start], the columns of each
+    request's text in both caches; None where all are. start: the first column after all texts.
     """
 
     lengths: Tensor
@@ -82,7 +82,7 @@ class Draft(Protocol):
         """bool [B, N, N]: the nodes that each node sees: itself and those above it."""
 
     def verify(self, logits: Tensor, settings: Settings, draws: Uniforms) -> Verified:
-        """logits [B, N+1, V] of the target, row 0 behind the root."""
+        """logits [B, N+1, V] of the target, row 0 after the root."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Drafter:
         return own | {StreamId.DRAFT: (self.depth, width)}
 
     def nothing(self, batch: int) -> Chain:
-        """A draft of no tokens: plain decoding, and the first token behind a prompt."""
+        """A draft of no tokens: plain decoding, and the first token after a prompt."""
         none = torch.zeros(batch, 0, dtype=torch.long, device=self.policy.device)
         return Chain(none, none, None, "target_only")
 
@@ -244,7 +244,7 @@ class Drafter:
     def _deeper(
         self, states: Tensor, tokens: Tensor, depth: int, anchors: Anchors, own: Tensor | None, used: int, cache: Cache
     ) -> Tensor:
-        """The head behind draft tokens of `depth`: states [B, W, S] of their parents, tokens [B, W] -> [B, W, S]."""
+        """The head after draft tokens of `depth`: states [B, W, S] of their parents, tokens [B, W] -> [B, W, S]."""
         positions = (anchors.lengths + (depth - 2)).unsqueeze(1).expand_as(tokens)
         start = anchors.start + used
         mask = fold(anchors.committed, own, anchors.start, self.policy.groups, self.policy.dtype)
@@ -261,7 +261,7 @@ def _none_bad(anchors: Anchors) -> Tensor:
 
 
 def _isolate(states: Tensor, bad: Tensor) -> None:
-    """Note in bad [B] whose states [B, W, S] are not finite, and set those to 0, so that the others can go on."""
+    """Note in bad [B] whose states [B, W, S] are not finite, and set those to 0, so that the others continue."""
     bad |= ~torch.isfinite(states.sum((1, 2)))
     if bool(bad.any()):
         states[bad] = 0

@@ -1,6 +1,6 @@
-"""Rollouts by bebop's own engine: plain decoding, draft chains by every rule, and draft trees, in torch alone.
+"""Rollouts by bebop's own engine: plain decoding, draft chains by every rule, and draft trees, in plain PyTorch.
 
-It is the reference: what it samples is read off `bebop.spec`, whose rules are proven exact. One thread owns the model;
+It is the reference: it samples by the rules of `bebop.spec`, which are proven exact. One thread owns the model;
 between rounds it takes in new requests and does what callers ask of it (update, pause, checksums).
 
 Random numbers are a function of a request's seed and of the number of its tokens, so a request gets the same tokens
@@ -61,7 +61,7 @@ class TorchEngine:
         # what the thread shares with callers, under the condition's lock
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
-        self._unsettled: dict[str, Request] = {}  # all that came and have no answer yet, wherever they are
+        self._unsettled: dict[str, Request] = {}  # all requests without an answer, wherever they are
         self._asked: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._paused = self._closed = False
         self._death: str | None = None
@@ -308,7 +308,7 @@ class TorchEngine:
             self._settle([Finished(request, "abort") for request in cancelled])
 
     def _settle(self, finished: list[Finished]) -> None:
-        """Give every finished request to whoever waits for it."""
+        """Answer the callers of finished requests."""
         for outcome in finished:
             request = outcome.request
             with self._changed:

@@ -1,9 +1,9 @@
 """Keys and values of running requests, one slot each, and the attention that reads them.
 
 Running requests hold the first slots, without gaps. A slot's committed text lies at columns 0, 1, ...; what a pass adds
-(draft nodes, a chain, accepted positions) is written for all requests from one common column `start` on, behind the
-longest of them, so that a layer writes one slice. `keep` then moves what was accepted to its place behind each
-request's own text.
+(draft nodes, a chain, accepted positions) is written for all requests from one common column `start` on, after the
+longest of them, so that a layer writes one slice. `keep` then moves what was accepted to the end of each request's own
+text.
 
 Legend: L layers, B requests, T new tokens of a pass, H query heads, G of them per key head, E head width, C columns.
 """
@@ -60,7 +60,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Window:
-    """Where a pass stands in a cache: slots first .. first + B, columns start .. start + T.
+    """The part of a cache that a pass reads and writes: slots first .. first + B, columns start .. start + T.
 
     mask: [B, 1, T * G, C] additive, C = start + T, as `fold` makes it; None: every query sees every column.
     causal: the pass begins at column 0 and each token sees those before it; no mask then.
@@ -84,7 +84,7 @@ class Window:
         if self.causal:
             out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=True, enable_gqa=groups > 1)
             return out.transpose(1, 2).reshape(batch, tokens, -1)
-        # query heads that share a key head stand as further rows of it: no key is repeated
+        # query heads that share a key head become rows of it, so that no key is repeated
         folded = (
             q.view(batch, tokens, -1, groups, width).permute(0, 2, 1, 3, 4).reshape(batch, -1, tokens * groups, width)
         )
@@ -101,7 +101,7 @@ def fold(committed: Tensor | None, own: Tensor | None, start: int, groups: int, 
     if committed is None and own is None:
         return None
     if own is None:
-        raise BadInput("own: None came with committed columns, expected bool [B, T, T']")
+        raise BadInput("own: got None with committed columns, expected bool [B, T, T']")
     batch, tokens, _ = own.shape
     before = own.new_ones(1, 1, 1) if committed is None else committed.unsqueeze(1)
     seen = torch.cat([before.expand(batch, tokens, start), own], dim=-1)

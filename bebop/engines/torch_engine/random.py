@@ -1,4 +1,4 @@
-"""The random numbers of one round, made in one go: a tree takes two dozen draws, each a hundred small operations.
+"""The random numbers of one round, made by one call: a tree takes two dozen draws, each a hundred small operations.
 
 The numbers are those of `bebop.spec.Streams`, at the same addresses.
 """
@@ -15,7 +15,7 @@ from bebop.spec.random import MAX_DEPTH
 
 
 class RoundDraws:
-    """Streams whose numbers for the named streams are at hand.
+    """Streams whose numbers for the named streams are made in advance.
 
     sizes: stream -> (depths, rows); numbers outside are computed when asked for.
     """

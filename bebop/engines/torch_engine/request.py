@@ -46,7 +46,7 @@ class Request:
         return len(self.prompt) + len(self.tokens)
 
     def count(self, num_draft_tokens: int, num_accepted: int, depth: int) -> None:
-        """Note one verified draft; drafts behind a stop token count as accepted too, as vLLM's counters have it."""
+        """Note one verified draft; drafts after a stop token count as accepted too, as vLLM's counters have it."""
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.accepted_per_depth += [0] * (depth - len(self.accepted_per_depth))

@@ -1,6 +1,6 @@
 """Which policies the torch engine runs: those whose layers all attend to the whole text over plain keys and values.
 
-Asked of config.json alone, so that a command refuses before anything starts.
+Decided from config.json, so that a command refuses before anything starts.
 """
 
 from __future__ import annotations
