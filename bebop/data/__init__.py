@@ -12,21 +12,23 @@ if TYPE_CHECKING:
     from bebop.data.labels import IGNORE, mtp_labels
     from bebop.data.packing import PackedBatch, TokenSequence, anchor_labels, anchors, pack, target_index
     from bebop.data.prompts import make_prompts
-    from bebop.data.tasks import score
+    from bebop.data.tasks import TASKS, TaskSource, score
     from bebop.data.tokenizer import encode_prompt, load_tokenizer
 
 _MODULES = {
     "labels": ("IGNORE", "mtp_labels"),
     "packing": ("PackedBatch", "TokenSequence", "anchor_labels", "anchors", "pack", "target_index"),
     "prompts": ("make_prompts",),
-    "tasks": ("score",),
+    "tasks": ("TASKS", "TaskSource", "score"),
     "tokenizer": ("encode_prompt", "load_tokenizer"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "IGNORE",
+    "TASKS",
     "PackedBatch",
+    "TaskSource",
     "TokenSequence",
     "anchor_labels",
     "anchors",

@@ -7,7 +7,10 @@ such prompts train and score heads, and reinforcement learning refuses them.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
+
+from bebop.errors import BadInput
 
 NAME = "open_prompts"
 
@@ -42,7 +45,9 @@ SUBJECTS = (
 class OpenPrompts:
     """Item i is {"question", "answer": None}; i counts round after the last pair, as reasoning-gym's data sets do."""
 
-    def __init__(self) -> None:
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        if params:
+            raise BadInput(f"data.tasks {NAME}: takes no params, got {dict(params)}")
         self._pairs = [(form, subject) for form in FORMS for subject in SUBJECTS]
         random.Random(NAME).shuffle(self._pairs)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bebop.config import Data, Task
-from bebop.data.tasks import dataset, has_verifier, num_items, worked_solution
+from bebop.data.tasks import source, worked_solution
 from bebop.data.tokenizer import encode_prompt
 from bebop.errors import BadInput
 from bebop.records import Prompt
@@ -59,13 +59,14 @@ class _Questions:
 
     def __init__(self, task: Task, seed: int, split: str, place: int) -> None:
         self.task, self.seed, self.split = task, seed, split
-        self.items = dataset(task.name, task.params)
-        # reasoning-gym seeds item i with seed + i: far-apart starts keep two seeds from sharing their items
+        self.source = source(task.name)
+        self.items = self.source.items(task.params)
+        # neighbouring items may be alike: far-apart starts keep two seeds from sharing them
         self.index = random.Random(f"{task.name}/{place}/{split}/{seed}").randrange(2**31)
 
     def next(self, solutions: bool) -> Prompt:
         for _ in range(MAX_TRIES):
-            self.index = (self.index + 1) % num_items(self.task.name)
+            self.index = (self.index + 1) % self.source.num_items
             item = self.items[self.index]
             if split_of(item["question"]) == self.split:
                 return self._prompt(item, solutions)
@@ -76,7 +77,7 @@ class _Questions:
 
     def _prompt(self, item: dict[str, Any], solutions: bool) -> Prompt:
         entry = {}
-        if has_verifier(self.task.name):
+        if self.source.verify is not None:
             entry = json.loads(json.dumps({**item, "params": self.task.params}, default=str))
         text = item["question"] + (f"\n{self.task.instruction}" if self.task.instruction else "")
         return Prompt(

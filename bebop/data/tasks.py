@@ -1,4 +1,12 @@
-"""Tasks with a verifiable reward: reasoning-gym's data sets, and its verifiers on the answer that ends a response."""
+"""TASKS: where prompts come from, and how responses to them are scored, by the name that `data.tasks` gives.
+
+Every data set of reasoning-gym is a task under its own name. Another one is registered:
+
+    TASKS.register("echo", TaskSource(items=make_items, verify=lambda answer, item: answer == item["answer"]))
+
+A response is scored on its answer: what follows the last `Answer:` in it, to the end of that line. In training the
+verifier runs in a box, see `bebop.verifiers`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +14,8 @@ import dataclasses
 import difflib
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,54 +23,82 @@ from bebop.data import open_prompts
 from bebop.data.worked_solutions import WRITERS, Hand
 from bebop.errors import BadInput
 from bebop.records import Prompt
+from bebop.registry import Registry, load_plugins
 
 ANSWER = "Answer:"
 _loading = threading.Lock()
-
-
 # Number of items to request from the data sets that build all of their items, or search for them, when they are made.
 LISTED = {"acre": 2**11, "gsm_symbolic": 2**20, "list_functions": 2**20, "word_ladder": 2**12}
 
 
-def num_items(name: str) -> int:
-    """Number of items to request. In tasks of `LISTED` item i may depend on this number, in no other task."""
-    return LISTED.get(name, 2**31)
+@dataclass(frozen=True)
+class TaskSource:
+    """One task.
+
+    items: params (of data.tasks) -> an object whose item i, for i in [0, num_items), is a mapping with `question` and
+    all that the verifier needs, JSON-serialisable; it depends on params and i only.
+    verify: (answer, item) -> reward in [0, 1]; None for prompts without a right answer: they only train and score heads.
+    """
+
+    items: Callable[[Mapping[str, Any]], Any]
+    verify: Callable[[str, Mapping[str, Any]], float] | None
+    num_items: int = 2**31
 
 
-@lru_cache(maxsize=64)
-def _dataset(name: str, params: str) -> Any:
-    if name == open_prompts.NAME:
-        if json.loads(params):
-            raise BadInput(f"data.tasks {name}: takes no params, got {params}")
-        return open_prompts.OpenPrompts()
+TASKS: Registry[TaskSource] = Registry("task", key="data.tasks")
+TASKS.register(open_prompts.NAME, TaskSource(items=open_prompts.OpenPrompts, verify=None))
+
+
+def source(name: str) -> TaskSource:
+    """The registered task of that name, or reasoning-gym's. Raises BadInput where there is none."""
+    return TASKS[name] if name in TASKS else _reasoning_gym(name)
+
+
+def _reasoning_gym(name: str) -> TaskSource:
+    def verify(answer: str, entry: Mapping[str, Any]) -> float:
+        item = dict(entry)
+        return float(_gym_items(name, json.dumps(item.pop("params", {}), sort_keys=True)).score_answer(answer, item))
+
+    if name not in _gym():
+        like = difflib.get_close_matches(name, _gym(), n=1)
+        hint = f"did you mean {like[0]}?" if like else f"those with worked solutions are {', '.join(WRITERS)}"
+        raise BadInput(f"data.tasks name={name!r}: neither a registered task nor a data set of reasoning-gym; {hint}")
+    return TaskSource(
+        lambda params: _gym_items(name, json.dumps(params, sort_keys=True)), verify, LISTED.get(name, 2**31)
+    )
+
+
+def _gym() -> Mapping[str, Any]:
     # The package whole before its registry: verifiers run in threads, and a thread that imports the registry alone
     # while another is still importing the package finds it half filled.
     with _loading:
         import reasoning_gym  # noqa: F401
-        from reasoning_gym.factory import DATASETS, create_dataset
+        from reasoning_gym.factory import DATASETS
+    return DATASETS
 
-    if name not in DATASETS:
-        like = difflib.get_close_matches(name, DATASETS, n=1)
-        hint = f"did you mean {like[0]}?" if like else f"those with worked solutions are {', '.join(WRITERS)}"
-        raise BadInput(f"data.tasks name={name!r}: reasoning-gym has no such data set; {hint}")
+
+@lru_cache(maxsize=64)
+def _gym_items(name: str, params: str) -> Any:
+    from reasoning_gym.factory import create_dataset
+
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(params).items()}
     for key in ("seed", "size"):
         if key in values:
             raise BadInput(f"data.tasks {name}: params.{key} is bebop's own (seed, num_prompts); leave it out")
     try:
-        return create_dataset(name, seed=0, size=num_items(name), **values)
+        return create_dataset(name, seed=0, size=LISTED.get(name, 2**31), **values)
     except (TypeError, AssertionError, ValueError) as error:
         raise BadInput(f"data.tasks {name} params={values}: reasoning-gym refuses them: {error}") from None
 
 
 def dataset(name: str, params: Mapping[str, Any]) -> Any:
-    """reasoning-gym's data set; item i of it depends on i alone. Raises ValueError on an unknown name or parameter."""
-    return _dataset(name, json.dumps(params, sort_keys=True))
+    """The items of a task. Raises BadInput on an unknown name or parameter."""
+    return source(name).items(params)
 
 
 def has_verifier(name: str) -> bool:
-    """Whether responses to the task can be rewarded; open prompts can only train and score heads."""
-    return name != open_prompts.NAME
+    """Whether responses to the task can be rewarded."""
+    return source(name).verify is not None
 
 
 def worked_solution(task: str, entry: Mapping[str, Any], hand: Hand | None = None) -> str | None:
@@ -80,15 +117,12 @@ def extract_answer(response: str) -> str | None:
 
 
 def score(prompt: Prompt, response: str) -> float:
-    """Reward in [0, 1]: reasoning-gym's verifier on the extracted answer; 0 for a response without an answer line."""
-    if not has_verifier(prompt.task):
+    """Reward in [0, 1]: the task's verifier on the extracted answer; 0 for a response without an answer line."""
+    verify = source(prompt.task).verify
+    if verify is None:
         raise BadInput(f"data.tasks name={prompt.task}: has no verifier, so no reward; choose another task")
     answer = extract_answer(response)
-    if answer is None:
-        return 0.0
-    entry = dict(prompt.entry)
-    value = dataset(prompt.task, entry.pop("params", {})).score_answer(answer, entry)
-    return min(1.0, max(0.0, float(value)))
+    return 0.0 if answer is None else min(1.0, max(0.0, float(verify(answer, prompt.entry))))
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
@@ -99,7 +133,8 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 def _prepare(ground_truth: str | None) -> None:
     """Import the verifiers, or make the data set that a prompt comes from: see `bebop.verifiers.helper`."""
     if ground_truth is None:
-        import reasoning_gym  # noqa: F401
+        load_plugins()
+        _gym()
     else:
         prompt = unpack(ground_truth)
         dataset(prompt.task, prompt.entry.get("params", {}))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from bebop.errors import BadInput, VerifierError
+from bebop.registry import PLUGINS_ENV
 
 TASKS_FUNCTION = "bebop.data.tasks:compute_score"  # the verifiers of data.tasks
 # Kinds of failure: over the time limit; over the memory limit; a right that the box refuses; an exception; a value that
@@ -137,7 +138,17 @@ class VerifierBox:
 
     def _start(self) -> subprocess.Popen[str]:
         # Nothing of the caller's environment but what Python needs to import: no keys, no tokens.
-        kept = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+        kept = (
+            "PATH",
+            "HOME",
+            "LANG",
+            "LC_ALL",
+            "PYTHONPATH",
+            "PYTHONHOME",
+            "VIRTUAL_ENV",
+            "LD_LIBRARY_PATH",
+            PLUGINS_ENV,
+        )
         env = os.environ if not self._settings["sealed"] else {n: os.environ[n] for n in kept if n in os.environ}
         plain = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         helper = subprocess.Popen(
