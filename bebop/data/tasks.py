@@ -37,7 +37,7 @@ class TaskSource:
 
     items: params (of data.tasks) -> an object whose item i, for i in [0, num_items), is a mapping with `question` and
     all that the verifier needs, JSON-serialisable; it depends on params and i only.
-    verify: (answer, item) -> reward in [0, 1]; None for prompts without a right answer: they only train and score heads.
+    verify: (answer, item) -> reward in [0, 1]; None for prompts without a right answer: they train and score heads.
     """
 
     items: Callable[[Mapping[str, Any]], Any]
