@@ -13,7 +13,6 @@ SUITES = {
     "rollout": "bebop.bench.rollout.stage",
     "kernels": "bebop.bench.kernels",
     "tree": "bebop.bench.tree.stage",
-    "speculators": "bebop.bench.speculators",
 }
 
 

@@ -1,6 +1,6 @@
 """The schema that every composed config is checked against, and the command line's overrides. See docs/config.md."""
 
-from bebop.config.bench import Bench, KernelBench, SpeculatorsBench, TreeBench
+from bebop.config.bench import Bench, KernelBench, TreeBench
 from bebop.config.commands import (
     COMMANDS,
     BenchConfig,

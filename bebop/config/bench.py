@@ -36,25 +36,10 @@ class TreeBench(Section):
     score_positions: int = Field(8, ge=0)
 
 
-class SpeculatorsBench(Section):
-    # optimizer steps of every training run, on both sides
-    steps: int = Field(160, ge=1)
-    # tokens per optimizer step
-    batch_tokens: int = Field(2048, ge=64)
-    # learning rates that each side tries
-    lrs: list[float] = Field(default_factory=lambda: [1e-3, 2e-3, 5e-3], min_length=1)
-    # vocabulary sizes at which the memory of a training step is measured
-    memory_vocab_sizes: list[int] = Field(default_factory=lambda: [32768, 151936])
-    # anchors of that step
-    memory_anchors: int = Field(2048, ge=1)
-    # width of the hidden states in that step
-    memory_width: int = Field(256, ge=64, multiple_of=4)
-
-
 class Bench(Section):
     # rollout: the engine with and without speculation, by batch size; kernels: time and memory of the kernels; tree:
-    # draft trees on the torch engine; speculators: training of heads against speculators 0.9.0
-    suite: Literal["rollout", "kernels", "tree", "speculators"] = "rollout"
+    # draft trees on the torch engine
+    suite: Literal["rollout", "kernels", "tree"] = "rollout"
     # numbers of requests in flight
     batch_sizes: list[Annotated[int, Field(ge=1)]] = Field(default_factory=lambda: [1, 8, 64], min_length=1)
     # repetitions; the median is reported
@@ -63,8 +48,6 @@ class Bench(Section):
     kernels: KernelBench = KernelBench()
     # what to compare, for suite=tree
     tree: TreeBench = TreeBench()
-    # what to train and measure, for suite=speculators
-    speculators: SpeculatorsBench = SpeculatorsBench()
 
     @model_validator(mode="after")
     def _each_size_once(self) -> Bench:

@@ -174,8 +174,7 @@ class BenchConfig(Run):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> BenchConfig:
-        if self.bench.suite != "speculators":
-            check_tasks(self.data, "bench")
+        check_tasks(self.data, "bench")
         if self.bench.suite == "tree":
             check_untruncated(self.rollout, "bench tree")
         if self.bench.suite == "rollout" and max(self.bench.batch_sizes) > self.rollout.max_num_seqs:

@@ -1,2 +1,5 @@
 #!/usr/bin/env bash
-exec "$(dirname "${BASH_SOURCE[0]}")/../../launch.sh" bench recipe=against_speculators "$@"
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+"$here/../../launch.sh" setup
+exec "$here/../../.venv/bin/python" "$here/compare.py" "$@"

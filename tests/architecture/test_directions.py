@@ -19,7 +19,7 @@ ADAPTERS = {
     "deepspeed": ("bebop/sft/deepspeed.py",),
     "wandb": ("bebop/store/wandb.py",),
     "triton": ("kernels/",),
-    "speculators": ("bebop/bench/speculators/", "kernels/bench/"),
+    "speculators": ("kernels/bench/",),
     "numba": ("kernels/",),
 }
 

@@ -1,9 +1,8 @@
-"""One scorer for the heads of both sides, whatever trained them: expected acceptance as the engine drafts.
+"""Ratios over documents, for errors and for differences between heads on the same documents.
 
-AL = 1 + sum_j E[prod_{i<j} min(1, q_i(y_i) / p_i(y_i)) alpha_j], exact for text that the policy sampled at the same
-temperature (bebop.losses.expected_acceptance). Anchors of one document are alike, so errors count documents: with s_d
-the sum over document d's n_d anchors, r = sum s / sum n, e_d = (s_d - r n_d) / mean(n), and se = std(e) / sqrt(D). The
-error of a difference of two heads takes e_d - e'_d: the same documents.
+Anchors of one document depend on each other, so errors count documents: with s_d the sum over the n_d anchors of
+document d of D, r = sum s / sum n, e_d = (s_d - r n_d) / mean(n), the standard error is std(e) / sqrt(D). For a
+difference of two heads it takes e_d - e'_d.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ class Pooled:
         return (self.total.sum() / self.count.sum()).item()
 
     @property
-    def pull(self) -> Tensor:
+    def influence(self) -> Tensor:
         """e_d of the module's docstring, [D]."""
         return (self.total - self.value * self.count) / self.count.mean()
 
     @property
     def error(self) -> float:
-        return _error(self.pull)
+        return _error(self.influence)
 
     def gain(self, other: Pooled) -> tuple[float, float]:
-        """How far this is above `other` on the same documents, and the standard error of that."""
-        return self.value - other.value, _error(self.pull - other.pull)
+        """The difference to `other` on the same documents, and its standard error."""
+        return self.value - other.value, _error(self.influence - other.influence)
 
     def part(self, where: slice) -> Pooled:
         return Pooled(self.total[where], self.count[where])
@@ -64,5 +63,5 @@ def by_document(scores: AnchorScores) -> Scored:
     return Scored(pooled(scores.length("rejection")), tuple(pooled(row) for row in scores.accepted["rejection"]))
 
 
-def _error(pull: Tensor) -> float:
-    return (pull.std() / len(pull) ** 0.5).item()
+def _error(influence: Tensor) -> float:
+    return (influence.std() / len(influence) ** 0.5).item()

@@ -1,9 +1,9 @@
 """A tiny trained policy of a family whose heads both sides train: Qwen3.5, dense.
 
-All its layers have full attention: vLLM 0.31 serves gated delta nets on a CPU in bfloat16 alone, and the engine is to
-run the float32 that heads are scored in.
+All its layers have full attention: on a CPU vLLM 0.31 serves gated delta nets only in bfloat16, and the engine must run
+in float32, in which the heads are scored.
 
-Size and training are those of bebop's own tiny policy (`model.tiny`): worked solutions, then frozen.
+Size and training are those of bebop's own tiny policy (`model.tiny`): trained on worked solutions, then frozen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BOTH = ("qwen3_next", "qwen3_5")  # families that speculators 0.9.0 trains nativ
 def shared_policy(model: Model, seed: int) -> Path:
     """Directory of a policy with untrained heads. model.name=tiny makes one, hf takes `model.path` as it is.
 
-    Raises ConfigError where the family, or a policy without MTP tensors, is not one that both sides train.
+    Raises ConfigError where both sides do not train the family, or the policy has no MTP tensors.
     """
     if model.name == "tiny":
         parts = {"version": VERSION, "seed": seed, "tiny": model.tiny.model_dump(mode="json"), "init": model.mtp_init}
@@ -65,6 +65,6 @@ def _make(model: Model, seed: int, directory: Path) -> None:
     init_weights(network, seed)
     training = train_tiny(network, tokenizer, tiny, seed)
     network.save_pretrained(directory)
-    provenance = {"made_by": "bebop.bench.speculators", "seed": seed, "training": training}
+    provenance = {"made_by": "recipes/against_speculators", "seed": seed, "training": training}
     heads = head_state(init_heads(directory, model.mtp_init, seed))
     write_checkpoint(directory, directory, heads, provenance)

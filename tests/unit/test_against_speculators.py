@@ -1,9 +1,11 @@
-"""The comparison with speculators: its own glue. What the package itself computes is checked where it is installed."""
+"""recipes/against_speculators: its own code; tests of speculators' own computation run if the package is installed."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +13,6 @@ import torch
 from bebop.acceptance import score_batches, summarise
 from bebop.backbone import load_backbone
 from bebop.backbone.hidden_states import HiddenStates
-from bebop.bench.speculators import rival
-from bebop.bench.speculators.policy import shared_policy
-from bebop.bench.speculators.scored import Pooled, by_document
 from bebop.config import Model
 from bebop.data.batches import pack_rows
 from bebop.data.self_distill import TextRow
@@ -21,8 +20,13 @@ from bebop.errors import ConfigError
 from bebop.mtp import draft_hidden, load_heads
 from bebop.policies.random_family import family_config, write_random_family
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes" / "against_speculators"))
+import baseline
+from documents import Pooled, by_document
+from shared_policy import shared_policy
+
 DEPTH, VOCAB = 3, 61
-INSTALLED = importlib.util.find_spec(rival.PACKAGE) is not None
+INSTALLED = importlib.util.find_spec(baseline.PACKAGE) is not None
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +89,7 @@ def test_error_of_equal_documents_is_that_of_a_mean():
 
 def test_samples_keep_documents_and_supervision_apart(text):
     _, indexed, batches = text
-    one = rival.sample(indexed[0], batches[0])
+    one = baseline.sample(indexed[0], batches[0])
     starts = (one["position_ids"][0] == 0).nonzero().squeeze(1)
     assert starts.tolist() == batches[0].cu_seqlens[:-1].tolist()
     assert one["document_ids"][0].diff().nonzero().squeeze(1).add(1).tolist() == starts[1:].tolist()
@@ -94,11 +98,11 @@ def test_samples_keep_documents_and_supervision_apart(text):
 
 def test_another_version_of_the_package_is_refused_with_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.8.0")
-    with pytest.raises(ConfigError, match=r"found speculators 0\.8\.0, expected 0\.9\.0.*bench-speculators\.in"):
-        rival.require()
+    with pytest.raises(ConfigError, match=r"got version 0\.8\.0, expected 0\.9\.0.*bench-speculators\.in"):
+        baseline.require()
 
 
-def test_a_policy_that_one_side_alone_trains_is_refused(tmp_path):
+def test_a_policy_that_only_one_side_trains_is_refused(tmp_path):
     config = family_config(
         "glm4_moe",
         vocab_size=VOCAB,
@@ -117,11 +121,11 @@ def test_a_policy_that_one_side_alone_trains_is_refused(tmp_path):
 @pytest.mark.skipif(not INSTALLED, reason="speculators is not installed; requirements/bench-speculators.in")
 def test_first_depth_of_both_sides_is_the_same_computation(policy, text):
     backbone, indexed, batches = text
-    model = rival.load(policy, DEPTH)
+    model = baseline.load(policy, DEPTH)
     for one, batch in zip(indexed, batches, strict=True):
         packed = (batch.input_ids, batch.cu_seqlens, batch.position_ids)
         ours = draft_hidden(load_heads(policy), batch.hidden, backbone.embed_weight, *packed, DEPTH)
-        theirs = rival.hidden(model, rival.sample(one, batch))[0]
+        theirs = baseline.hidden(model, baseline.sample(one, batch))[0]
         inside = batch.anchors[batch.anchors < len(theirs)]  # elsewhere the next document's token is read
         torch.testing.assert_close(ours[0, inside], theirs[inside], rtol=0, atol=1e-4)
 
@@ -129,8 +133,8 @@ def test_first_depth_of_both_sides_is_the_same_computation(policy, text):
 @pytest.mark.skipif(not INSTALLED, reason="speculators is not installed; requirements/bench-speculators.in")
 def test_trained_heads_come_back_under_their_names(policy, text, tmp_path):
     _, indexed, batches = text
-    samples = [rival.sample(one, batch) for one, batch in zip(indexed, batches, strict=True)]
-    trained = rival.train(policy, samples, DEPTH, rival.Options(optimizer="adamw"), 0, tmp_path / "out")
+    samples = [baseline.sample(one, batch) for one, batch in zip(indexed, batches, strict=True)]
+    trained = baseline.train(policy, samples, DEPTH, baseline.Options(optimizer="adamw"), 0, tmp_path / "out")
     before, after = (dict(load_heads(each).named_parameters()) for each in (policy, trained))
     assert before.keys() == after.keys()
     assert all(0 < (before[name] - after[name]).abs().max() < 0.1 for name in before)

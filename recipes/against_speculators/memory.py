@@ -1,8 +1,8 @@
-"""Peak memory of one training step of the heads, forward and backward, each side in a process of its own.
+"""Peak memory of one training step of the heads, forward and backward; each measurement runs in its own process.
 
 Same shapes on both sides: one document, N anchors, depth K, width D, vocabulary V, float32. The step at a vocabulary of
-`SMALL_VOCAB` shows what the head's own layer takes; what is above it is the loss. The unit [N, V] is one float32
-matrix of a depth's logits: K of them is the least that a loss needs which keeps its logits for backward.
+`SMALL_VOCAB` shows what the head's own layer takes; the rest is the loss. The unit [N, V] is one float32 matrix of
+logits of one depth: a loss that keeps its logits for backward needs at least K of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIDES = ("bebop", "speculators")
 
 @dataclass(frozen=True)
 class Peak:
-    """peak_mib: above what the process held before the step; loss_mib: without the head's own share."""
+    """peak_mib: above what the process held before the step; loss_mib: the same without the head's own share."""
 
     side: str
     vocab_size: int
@@ -36,7 +36,7 @@ class Peak:
 
 
 def measure(vocab_sizes: list[int], *, anchors: int, depth: int, width: int) -> list[Peak]:
-    """Both sides at every vocabulary, taking turns."""
+    """Both sides at every vocabulary, in turn."""
     shape = {"anchors": anchors, "depth": depth, "width": width}
     own = {side: _in_process(side, SMALL_VOCAB, shape) for side in SIDES}
     peaks = []
@@ -52,7 +52,7 @@ def measure(vocab_sizes: list[int], *, anchors: int, depth: int, width: int) -> 
 
 
 def _in_process(side: str, vocab_size: int, shape: dict[str, int]) -> int:
-    command = [sys.executable, "-m", __name__, json.dumps({"side": side, "vocab_size": vocab_size, **shape})]
+    command = [sys.executable, __file__, json.dumps({"side": side, "vocab_size": vocab_size, **shape})]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"memory of {side} at V={vocab_size}: {done.stderr.strip().splitlines()[-1]}")
@@ -99,9 +99,9 @@ def _bebop(vocab_size: int, anchors: int, depth: int, width: int) -> Any:
 
 
 def _speculators(vocab_size: int, anchors: int, depth: int, width: int) -> Any:
-    from bebop.bench.speculators import rival
+    import baseline
 
-    model = rival.empty(_config(vocab_size, width), depth).to(_device())
+    model = baseline.empty(_config(vocab_size, width), depth).to(_device())
     weights = model.get_trainer_kwargs(num_speculative_steps=depth)[0]
 
     def run(count: int) -> None:
@@ -146,7 +146,7 @@ def _device() -> str:
 
 
 def _reset() -> int:
-    """Start the peak afresh; returns the bytes held now."""
+    """Reset the peak; returns the bytes held now."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()

@@ -1,8 +1,8 @@
-"""The rival's side: speculators' own model class, trainer, optimizer and way back into a checkpoint, on given batches.
+"""The baseline: speculators' own model class, trainer, optimizers and checkpoint export, on given batches.
 
 speculators 0.9.0 trains native MTP heads (models/mtp/core.py) with hard-label cross-entropy on the text's tokens, one
-term per depth with weights beta^k; every depth attends causally to that same depth's keys. Its other losses are for its
-other drafters, and its MTP model takes none of them.
+term per depth with weights beta^k; each depth attends causally to the keys of the same depth. Its MTP model accepts
+none of its other losses.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class Options:
 
 
 def require() -> None:
-    """Raise ConfigError where the package is not there in the version that this comparison is written for."""
+    """Raise ConfigError unless the package is installed in the version that this comparison is written for."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        found = version(PACKAGE)
+        installed = version(PACKAGE)
     except PackageNotFoundError:
-        found = "none"
-    if found != VERSION:
+        installed = "none"
+    if installed != VERSION:
         raise ConfigError(
-            f"bench.suite=speculators: found {PACKAGE} {found}, expected {VERSION}; install it with "
+            f"{PACKAGE}: got version {installed}, expected {VERSION}; install it with "
             "`.venv/bin/uv pip install --no-deps -r requirements/bench-speculators.in`"
         )
 
 
 def load(policy: Path, depth: int) -> Any:
-    """Its model with the policy's native heads, embeddings and lm_head, frozen but for the heads."""
+    """Its model with the policy's native heads, embeddings and lm_head, frozen except for the heads."""
     from speculators.models.mtp import MTPDraftModel
     from transformers import AutoConfig
 
@@ -100,14 +100,14 @@ def sample(indexed: IndexedBatch, batch: TrainBatch) -> dict[str, Any]:
 def train(policy: Path, samples: Sequence[dict[str, Any]], depth: int, options: Options, seed: int, dest: Path) -> Path:
     """One optimizer step of its Trainer for each of `samples`, in order; writes the policy with the heads to `dest`.
 
-    All else as its command line sets it by default: linear schedule, 1 % warm-up, gradient clip 1, its weight decays.
+    The rest has its command line's defaults: linear schedule, 1 % warm-up, gradient clip 1, its weight decays.
     """
     from speculators.cli.stitch import stitch
     from speculators.train.trainer import Trainer, TrainerConfig
     from torch.utils.data import DataLoader
 
     class HereTrainer(Trainer):
-        """Its trainer takes a GPU for given; without one it is told of the CPU, and its GPU timer never starts."""
+        """Its trainer assumes a GPU; without one it is given the CPU, and its GPU timer never starts."""
 
         def setup_trainer(self) -> None:
             super().setup_trainer()
@@ -142,11 +142,11 @@ def train(policy: Path, samples: Sequence[dict[str, Any]], depth: int, options: 
 
 def hidden(model: Any, one: dict[str, Any]) -> list[Tensor]:
     """Its heads' outputs per depth on one sample, [T', D] each, T' its common length of all depths."""
-    found: list[Tensor] = []
-    hook = model.mtp_layers[0].register_forward_hook(lambda _, __, output: found.append(output[0].detach()))
+    outputs: list[Tensor] = []
+    hook = model.mtp_layers[0].register_forward_hook(lambda _, __, output: outputs.append(output[0].detach()))
     try:
         with torch.no_grad():
             model(**{key: value for key, value in one.items() if key != "error_records"})
     finally:
         hook.remove()
-    return found
+    return outputs
