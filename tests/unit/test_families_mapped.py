@@ -127,10 +127,7 @@ def test_what_vllm_cannot_serve_by_itself_gets_heads_of_its_own_class(tmp_path, 
     assert all(torch.equal(t, expected[n]) for n, t in load_heads(made).state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("kind", "values"),
-    [*MIMO_LAYOUT[:2], pytest.param(*MIMO_LAYOUT[2], marks=pytest.mark.xfail(reason="MtpHead without q_norm"))],
-)
+@pytest.mark.parametrize(("kind", "values"), MIMO_LAYOUT)
 def test_what_a_stock_vllm_serves_exactly_takes_the_mimo_layout(tmp_path, home, kind, values):
     source, _ = save(tmp_path, kind, **values)
     made = prepared(source)

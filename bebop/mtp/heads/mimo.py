@@ -35,7 +35,7 @@ LAYER_PREFIX = HEAD_PREFIX + "0."
 
 
 class MtpAttention(nn.Module):
-    """Projections of Qwen2's attention; the attention itself is `chain_attention`."""
+    """Projections of Qwen2's attention, or of Qwen3's with their norms; the attention itself is `chain_attention`."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
@@ -45,14 +45,19 @@ class MtpAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, self.num_kv_heads * self.head_dim, bias=True)
         self.v_proj = nn.Linear(config.hidden_size, self.num_kv_heads * self.head_dim, bias=True)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
+        self.q_norm = self.k_norm = None
+        if getattr(config, "qk_norm", False):  # the key by which vLLM's MiMo has them
+            self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
 
     def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [N, D]; cos, sin [N, head_dim] -> rotated q [N, num_heads, head_dim]."""
-        return _rotate(self.q_proj(x).view(-1, self.num_heads, self.head_dim), cos, sin)
+        q = self.q_proj(x).view(-1, self.num_heads, self.head_dim)
+        return _rotate(q if self.q_norm is None else self.q_norm(q), cos, sin)
 
     def key_value(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, D] -> rotated k, and v, each [T, num_heads, head_dim]; shared key heads are repeated."""
-        k = _rotate(self.k_proj(x).view(-1, self.num_kv_heads, self.head_dim), cos, sin)
+        k = self.k_proj(x).view(-1, self.num_kv_heads, self.head_dim)
+        k = _rotate(k if self.k_norm is None else self.k_norm(k), cos, sin)
         v = self.v_proj(x).view(-1, self.num_kv_heads, self.head_dim)
         repeat = self.num_heads // self.num_kv_heads
         if repeat > 1:
