@@ -19,7 +19,7 @@ from bebop.config.members import check_members
 from bebop.config.messages import one_line
 from bebop.config.policy import Model
 from bebop.config.rl import Grpo, Monitor, Trainer
-from bebop.config.rollout import RolloutSection, check_depth, check_sampled, check_untruncated
+from bebop.config.rollout import Engine, RolloutSection, check_depth, check_sampled, check_untruncated
 from bebop.config.section import FilePath, Section
 from bebop.errors import BadInput, ConfigError
 
@@ -35,7 +35,7 @@ class Logger(Section):
 
 class Doctor(Section):
     # engine to check: vllm with chains, torch with chains and RheoSampling trees
-    engine: Literal["vllm", "torch"] = "vllm"
+    engine: Engine = "vllm"
     # number of requests of the losslessness check, per temperature
     num_requests: int = Field(4000, ge=100)
     # temperatures of the check

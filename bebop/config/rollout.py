@@ -13,12 +13,13 @@ from bebop.config.section import Section
 from bebop.errors import BadInput, ConfigError
 
 Rule = Annotated[str, Member("RULES")]
+Engine = Annotated[str, Member("ENGINES")]
 TreeName = Literal["none", "topk", "rheo", "rrsw"]
 
 
 class RolloutSection(Section):
     # vllm: the production engine, chains only; torch: the reference engine, chains and trees
-    engine: Literal["vllm", "torch"] = "vllm"
+    engine: Engine = "vllm"
     # mtp: draft with the policy's MTP head; none: plain decoding
     speculation: Literal["mtp", "none"] = "mtp"
     # acceptance rule of a chain. rejection and block sample the draft tokens; target_only takes the most likely ones
@@ -75,7 +76,6 @@ class RolloutSection(Section):
         shown = schedules.text(self.draft_schedule)
         for key, value, wanted in (
             ("speculation", self.speculation, "mtp"),
-            ("engine", self.engine, "vllm"),
             ("tree", self.tree, "none"),
         ):
             if value != wanted:
@@ -96,7 +96,6 @@ class RolloutSection(Section):
         if self.tree == "none":
             return self
         for key, value, wanted in (
-            ("engine", self.engine, "torch"),
             ("speculation", self.speculation, "mtp"),
             ("rule", self.rule, "rejection"),  # a tree has its own rule
         ):

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from bebop.config import DoctorConfig, RolloutSection
 from bebop.doctor import exact
-from bebop.engines import RolloutEngine, make_engine
+from bebop.engines import ENGINES, RolloutEngine, make_engine
 from bebop.errors import EngineError
 from bebop.records import Rollout, Sampling
 from bebop.spec import RULES
@@ -35,8 +34,8 @@ class Row:
     passed: bool | None
 
 
-def engine_sections(engine: Literal["vllm", "torch"]) -> dict[str, RolloutSection]:
-    """The engine as it is checked, by name: three drafts by rejection sampling; of torch, a Rheo tree as well."""
+def engine_sections(engine: str) -> dict[str, RolloutSection]:
+    """The sections to check, by name: three drafts by rejection sampling, and a Rheo tree where it is served."""
     chain = RolloutSection(
         engine=engine,
         speculation="mtp",
@@ -46,7 +45,7 @@ def engine_sections(engine: Literal["vllm", "torch"]) -> dict[str, RolloutSectio
         max_model_len=64,
         kv_cache_gib=0.25,
     )
-    if engine == "vllm":
+    if not ENGINES[engine].trees:
         return {f"drafts of {DEPTH}": chain}
     # the budget is below the tree's 12 nodes or more, so that pruning is in the proof
     tree = {"tree": "rheo", "tree_width": 3, "tree_depth": DEPTH, "tree_budget": 7}

@@ -1,17 +1,94 @@
-"""Rollout engines behind one protocol: vLLM, with the corrections that the installed one needs, and bebop's own."""
+"""Rollout engines behind one protocol (bebop.engines.protocol), by the name that `rollout.engine` gives.
+
+ENGINES holds vLLM, with the corrections that the installed one needs, and bebop's own engine on PyTorch. Another one is
+registered: ENGINES.register("mine", EngineInfo(make=MyEngine)).
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bebop.config import RolloutSection, check_depth
 from bebop.engines.protocol import RolloutEngine
-from bebop.errors import EngineDied, EngineError, EngineRefused
+from bebop.errors import BadInput, EngineDied, EngineError, EngineRefused
+from bebop.registry import Registry
 
 logger = logging.getLogger("bebop.engines")
 
-__all__ = ["EngineDied", "EngineError", "EngineRefused", "RolloutEngine", "check_policy", "make_engine"]
+__all__ = [
+    "ENGINES",
+    "EngineDied",
+    "EngineError",
+    "EngineInfo",
+    "EngineRefused",
+    "RolloutEngine",
+    "check_policy",
+    "make_engine",
+]
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """One engine.
+
+    make: (rollout, policy_dir, seed=, dtype=) -> a running engine. check: (rollout, policy_dir) -> None, raises
+    EngineRefused for what the engine does not run, before anything is loaded.
+    trees, draft_schedules: whether it serves `rollout.tree` and `rollout.draft_schedule`.
+    verl_server: module that registers the engine's server with verl, under the engine's name; None: not for grpo.
+    """
+
+    make: Callable[..., RolloutEngine]
+    check: Callable[[RolloutSection, Path], None] = lambda rollout, policy_dir: None
+    trees: bool = False
+    draft_schedules: bool = False
+    verl_server: str | None = None
+
+    def check_section(self, section: Any, key: str, name: str) -> None:
+        """Raise BadInput where the rollout section asks for what this engine does not serve."""
+        for wanted, neutral, served in (("tree", "none", self.trees), ("draft_schedule", None, self.draft_schedules)):
+            value = getattr(section, wanted, neutral)
+            if value != neutral and not served:
+                able = [other for other in ENGINES if getattr(ENGINES[other], f"{wanted}s")]
+                raise BadInput(
+                    f"rollout.{wanted}: got {value} with {key}={name}, which does not serve it; set {key}="
+                    f"{' or '.join(able)}, or rollout.{wanted}={'null' if neutral is None else neutral}"
+                )
+
+
+def _vllm(rollout: RolloutSection, policy_dir: Path, **settings: Any) -> RolloutEngine:
+    from bebop.engines.vllm_engine.engine import VllmEngine
+
+    return VllmEngine(rollout, policy_dir, **settings)
+
+
+def _check_vllm(rollout: RolloutSection, policy_dir: Path) -> None:
+    from bebop.engines.vllm_engine.rules import rule_methods
+
+    if rollout.speculation != "none":
+        rule_methods(rollout)
+
+
+def _torch(rollout: RolloutSection, policy_dir: Path, **settings: Any) -> RolloutEngine:
+    from bebop.engines.torch_engine.engine import TorchEngine
+
+    return TorchEngine(rollout, policy_dir, **settings)
+
+
+def _check_torch(rollout: RolloutSection, policy_dir: Path) -> None:
+    from bebop.engines.torch_engine.supported import check_supported
+
+    check_supported(rollout, policy_dir)
+
+
+ENGINES: Registry[EngineInfo] = Registry("engine", key="rollout.engine")
+ENGINES.register(
+    "vllm", EngineInfo(_vllm, _check_vllm, draft_schedules=True, verl_server="bebop.rl.rollout.vllm_server")
+)
+ENGINES.register("torch", EngineInfo(_torch, _check_torch, trees=True, verl_server="bebop.rl.rollout.torch_server"))
 
 
 def make_engine(rollout: RolloutSection, policy_dir: Path, *, seed: int = 0, dtype: str = "float32") -> RolloutEngine:
@@ -21,13 +98,7 @@ def make_engine(rollout: RolloutSection, policy_dir: Path, *, seed: int = 0, dty
     no MTP head to draft with, a draft longer than the head was trained for, a vLLM that was never checked.
     """
     check_policy(rollout, Path(policy_dir))
-    if rollout.engine == "torch":
-        from bebop.engines.torch_engine.engine import TorchEngine
-
-        return TorchEngine(rollout, Path(policy_dir), seed=seed, dtype=dtype)
-    from bebop.engines.vllm_engine.engine import VllmEngine
-
-    return VllmEngine(rollout, Path(policy_dir), seed=seed, dtype=dtype)
+    return ENGINES[rollout.engine].make(rollout, Path(policy_dir), seed=seed, dtype=dtype)
 
 
 def check_policy(rollout: RolloutSection, policy_dir: Path) -> None:
@@ -38,16 +109,9 @@ def check_policy(rollout: RolloutSection, policy_dir: Path) -> None:
     config_path = policy_dir / "config.json"
     if not config_path.is_file():
         raise EngineRefused(f"{policy_dir} holds no config.json: expected a Hugging Face directory of a policy")
-    if rollout.engine == "torch":
-        from bebop.engines.torch_engine.supported import check_supported
-
-        check_supported(rollout, policy_dir)
+    ENGINES[rollout.engine].check(rollout, policy_dir)
     if rollout.speculation == "none":
         return
-    if rollout.engine == "vllm":
-        from bebop.engines.vllm_engine.rules import rule_methods
-
-        rule_methods(rollout)
     from bebop.mtp.checkpoint import num_mtp_layers, trained_depth
     from bebop.mtp.families import COUNT_KEYS
 

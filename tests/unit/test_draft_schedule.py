@@ -45,7 +45,7 @@ def test_what_is_no_schedule_is_refused_by_its_fault(schedule, message):
         RolloutSection(draft_schedule=schedule)
 
 
-@pytest.mark.parametrize("other", [{"speculation": "none"}, {"engine": "torch"}])
+@pytest.mark.parametrize("other", [{"speculation": "none"}, {"tree": "rheo"}])
 def test_a_schedule_that_nothing_would_follow_is_refused(other):
     with pytest.raises(ValueError, match=r"draft_schedule: got 1\+:2 with rollout\."):
         RolloutSection(draft_schedule={"1+": 2}, **other)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bebop.config import RolloutSection
-from bebop.engines import check_policy
+from bebop.engines import ENGINES, check_policy
 from bebop.engines.vllm_engine.arguments import (
     engine_arguments,
     refuse_block,
@@ -196,3 +196,13 @@ def test_an_update_that_does_not_fit_is_refused_whole(tensors, message):
     with pytest.raises(ValueError, match=message):
         replace_tensors(named_views(model), good | tensors)
     assert all(torch.equal(before[name], view) for name, view in named_views(model).items())
+
+
+@pytest.mark.parametrize(
+    ("engine", "asked", "able"),
+    [("torch", {"draft_schedule": {"1+": 2}}, "vllm"), ("vllm", {"tree": "rheo"}, "torch")],
+)
+def test_an_engine_refuses_what_it_does_not_serve(engine, asked, able):
+    section = RolloutSection(engine=engine, **asked)
+    with pytest.raises(ValueError, match=rf"{next(iter(asked))}: got .*set rollout.engine={able}"):
+        ENGINES[engine].check_section(section, "rollout.engine", engine)
