@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from bebop.backbone import load_backbone
-from bebop.config import RolloutSection
+from bebop.config import Model, RolloutSection
 from bebop.engines import check_policy, make_engine
 from bebop.engines.torch_engine.batch import make_caches, target_pass
 from bebop.engines.torch_engine.drafter import Anchors, Drafter, Settings
@@ -19,7 +19,7 @@ from bebop.engines.torch_engine.model import Policy
 from bebop.errors import EngineRefused
 from bebop.mtp import checkpoint_checksums, draft_hidden, load_heads
 from bebop.mtp.checkpoint import Tensors
-from bebop.policies import random_checkpoint
+from bebop.policies import prepare_policy, random_checkpoint
 from bebop.records import Sampling
 
 CPU = torch.device("cpu")
@@ -36,6 +36,7 @@ KINDS = {
     "qwen3_moe": {"model_type": "qwen3_moe"},
     "glm4_moe": {"model_type": "glm4_moe", "num_layers": 3},
     "shared key heads": {"num_heads": 4},
+    "qwen3 in MiMo's layout": {"model_type": "qwen3", "mtp": False},
     "biases": {"model_type": "llama"},
     "yarn": {"model_type": "qwen3"},
 }
@@ -52,6 +53,10 @@ def write(path, kind, seed):
     elif kind == "biases":
         rewrite(path, attention_bias=True, mlp_bias=True)
         add_biases(path)
+    elif kind.endswith("MiMo's layout"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("BEBOP_HOME", str(path.with_name(f"home-{seed}")))
+            return prepare_policy(Model(name="hf", path=path, dtype="float32"), seed)
     return path
 
 
