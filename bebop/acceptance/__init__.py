@@ -5,13 +5,14 @@ Used by sft, eval, bench and the RL loop; see scores.py, summary.py and response
 
 from bebop.acceptance.responses import score_responses
 from bebop.acceptance.scores import AnchorScores, concatenate, score_anchors, score_batches
-from bebop.acceptance.summary import Acceptance, RuleAcceptance, summarise
+from bebop.acceptance.summary import Acceptance, RuleAcceptance, record_key, summarise
 
 __all__ = [
     "Acceptance",
     "AnchorScores",
     "RuleAcceptance",
     "concatenate",
+    "record_key",
     "score_anchors",
     "score_batches",
     "score_responses",

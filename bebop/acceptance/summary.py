@@ -62,20 +62,22 @@ class Acceptance:
         return tuple(a / b if b else 0.0 for a, b in zip(self.accepted, before, strict=True))
 
     def as_dict(self) -> dict[str, Any]:
-        """Flat, for records: the values under rejection sampling by their plain names, other rules' with `_<rule>`."""
+        """Flat, for records; values of rules other than rejection sampling have the rule's name in their key."""
         values = asdict(self)
-        for rule, found in values.pop("rules").items():
-            suffix = "" if rule == "rejection" else f"_{rule}"
-            values |= {
-                f"accepted{suffix}": found["accepted"],
-                f"accepted{suffix}_se": found["accepted_se"],
-                f"acceptance_length{suffix}": found["acceptance_length"],
-                f"acceptance_length{suffix}_se": found["acceptance_length_se"],
-            }
+        for rule, of_rule in values.pop("rules").items():
+            values |= {record_key(name, rule): value for name, value in of_rule.items()}
         return values | {
             "conditional": self.conditional,
             "acceptance_length_product": 1 + sum(self.accepted_product),
         }
+
+
+def record_key(name: str, rule: str) -> str:
+    """Key of a rule's value in a record, as of Acceptance.as_dict: accepted_se, accepted_block_se, ..."""
+    if rule == "rejection":
+        return name
+    error = "_se" if name.endswith("_se") else ""
+    return f"{name.removesuffix('_se')}_{rule}{error}"
 
 
 def summarise(scores: AnchorScores) -> Acceptance:

@@ -143,4 +143,6 @@ def draw_variance(table: np.ndarray, predicted: np.ndarray) -> np.ndarray:
             here[0] += exactly * (added + mean)
             here[1] += exactly * (added**2 + 2 * added * mean + square)
         ahead = [here, *ahead[:-1]]
-    return ahead[0][1] - ahead[0][0] ** 2
+    mean, square = ahead[0]
+    variance: np.ndarray = square - mean**2
+    return variance

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from bebop.records import DraftCounts, Rollout
+from bebop.store.files import plain, revive, write_text
 
 FOLDER = "rollouts"
 
 
 def write(run_dir: Path, temperature: float, policy: str, rollouts: Sequence[Rollout]) -> None:
     """Write rollouts/T<temperature>.jsonl in run_dir, whole or not at all. policy: checksum of what sampled them."""
-    path = _path(run_dir, temperature)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    lines = [{"policy": policy}, *(asdict(rollout) for rollout in rollouts)]
-    part.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    part.replace(path)
+    lines = [{"policy": policy}, *(plain(rollout) for rollout in rollouts)]
+    write_text(_path(run_dir, temperature), "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
 
 
 def read(run_dir: Path, temperature: float, policy: str, prompts: Sequence[Sequence[int]]) -> list[Rollout] | None:
@@ -28,13 +24,13 @@ def read(run_dir: Path, temperature: float, policy: str, prompts: Sequence[Seque
     path = _path(run_dir, temperature)
     if not path.is_file():
         return None
-    head, *lines = (json.loads(line) for line in path.read_text().splitlines())
+    head, *lines = (revive(json.loads(line)) for line in path.read_text().splitlines())
     if head != {"policy": policy} or [line["prompt_ids"] for line in lines] != [list(ids) for ids in prompts]:
         return None
     return [_rollout(line) for line in lines]
 
 
-def _rollout(line: dict) -> Rollout:
+def _rollout(line: dict[str, Any]) -> Rollout:
     counts = line["counts"]
     if counts is not None:
         counts = DraftCounts(**counts | {"accepted_per_depth": tuple(counts["accepted_per_depth"])})

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bebop.acceptance import AnchorScores, score_responses, summarise
+from bebop.acceptance import AnchorScores, record_key, score_responses, summarise
 from bebop.backbone import load_backbone
 from bebop.config import EvalConfig
 from bebop.data import load_tokenizer, make_prompts, score
@@ -122,7 +122,7 @@ def describe(summary: dict[str, Any]) -> str:
             + (f"observed {observed:.3f} ({summary['rule']}, pooled)" if observed is not None else "no drafts observed")
             + f", scored {scored['acceptance_length']:.3f} ± {every['acceptance_length_se']:.3f} (rejection sampling; "
             f"product of alphas {scored['acceptance_length_product']:.3f})"
-            + "".join(f", {scored[f'acceptance_length_{name}']:.3f} ({RULES[name].title})" for name in others)
+            + "".join(f", {scored[record_key('acceptance_length', name)]:.3f} ({RULES[name].title})" for name in others)
             + f"; entropy {scored['entropy_nats']:.3f} nats"
             + (f"; reward {reward:.3f}" if reward is not None else "")
         )

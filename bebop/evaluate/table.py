@@ -25,18 +25,18 @@ def rows_of(task: str, counts: DraftCounts | None, scored: Acceptance, agreement
     Probabilities are of the first `depth` drafts all accepted; alpha and rejection_ahead are of this depth only. Values
     of the engine are None where it drafts less deep, or not at all; half_width_99 is also None with too few responses.
     """
-    observed = counts.accepted_per_depth if counts and counts.num_drafts else ()
+    drafts, accepted = (counts.num_drafts, counts.accepted_per_depth) if counts else (0, ())
     rows = []
     for j, alpha in enumerate(scored.alpha):
-        known = counts is not None and j < len(observed)
+        known = drafts > 0 and j < len(accepted)
         held = agreement if agreement is not None and j < len(agreement.observed) else None
         row: Row = {
             "task": task,
             "temperature": scored.temperature,
             "depth": j + 1,
-            "num_drafts": counts.num_drafts if known else None,
-            "num_accepted": observed[j] if known else None,
-            "observed": observed[j] / counts.num_drafts if known else None,
+            "num_drafts": drafts if known else None,
+            "num_accepted": accepted[j] if known else None,
+            "observed": accepted[j] / drafts if known else None,
             "predicted": held.predicted[j] if held else None,
             "half_width_99": held.half_width_99[j] if held and held.judged else None,
         }

@@ -1,4 +1,4 @@
-"""The heads under training, as the module that DeepSpeed sees: batch in, loss out. The backbone is outside of it."""
+"""The module that is trained: heads and their loss, batch in, loss out. The backbone is not part of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bebop.config import Loss
+from bebop.config.heads import Loss
 from bebop.data.batches import TrainBatch
 from bebop.errors import BadInput
 from bebop.losses import head_loss, hidden_regression
@@ -20,14 +20,13 @@ REGRESSION = "hidden_regression"
 
 
 def anchor_rows(head: Head, batch: TrainBatch, embed_weight: Tensor, depth: int) -> Tensor:
-    """[K,N,D] the heads' output at the anchors, depth k from the engine's own recursion."""
+    """[K,N,D] the head's output at the anchors, run depth by depth as an engine drafts."""
     packed = (batch.input_ids, batch.cu_seqlens, batch.position_ids)
     return draft_hidden(head, batch.hidden, embed_weight, *packed, depth, anchors=batch.anchors)
 
 
 class HeadObjective(nn.Module):
-    """Mean loss over a batch's anchors. `loss_name` says which, a name of losses.LOSSES or REGRESSION; it may change
-    between steps."""
+    """Mean loss over a batch's anchors. loss_name, a name in LOSSES or REGRESSION, may change between steps."""
 
     def __init__(
         self,
@@ -44,9 +43,9 @@ class HeadObjective(nn.Module):
         """embed_weight, lm_head_weight: float32 [V,D], frozen; not parameters of this module, so never updated.
 
         temperature: of the training sequences; the loss compares draft and target at it.
-        compute_dtype: of matrix products, the heads' by autocast, the loss's by its operands; parameters, gradients
-        and the loss's statistics stay float32.
-        activation_checkpointing: MLPs keep their input alone and run again in the backward pass.
+        compute_dtype: of matrix products (autocast for the heads, cast operands for the loss); parameters, gradients
+        and softmax statistics stay float32.
+        activation_checkpointing: MLPs keep only their input and run again in the backward pass.
         """
         super().__init__()
         self.head, self.depth, self.loss_name = head, depth, loss.name
@@ -58,7 +57,7 @@ class HeadObjective(nn.Module):
 
     def forward(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """-> loss (scalar, mean over the N anchors), alpha [K] float32 (mean over the anchors, detached; NaN for
-        REGRESSION, which never makes the logits)."""
+        REGRESSION, which computes no logits)."""
         embed_weight, lm_head_weight = self._frozen
         low = self._compute_dtype != torch.float32
         with torch.autocast(batch.hidden.device.type, self._compute_dtype, enabled=low):
@@ -80,10 +79,10 @@ class HeadObjective(nn.Module):
 
 
 def _checkpoint_mlps(head: nn.Module) -> None:
-    """Run every outermost module named `mlp` under activation checkpointing; its inner activations, several times the
-    width per token and depth, are the greatest that a head keeps. Parameters keep their names."""
-    found = [module for name, module in head.named_modules() if re.fullmatch(r"(?:(?!mlp\.)\w+\.)*mlp", name)]
-    if not found:
-        raise BadInput("sft.activation_checkpointing=true: the head has no MLP to checkpoint; set it to false")
-    for module in found:
+    """Run each outermost module named `mlp` under activation checkpointing: its inner activations, several times the
+    width per token and depth, are the largest that a head keeps. Parameters keep their names."""
+    mlps = [module for name, module in head.named_modules() if re.fullmatch(r"(?:(?!mlp\.)\w+\.)*mlp", name)]
+    if not mlps:
+        raise BadInput("sft.activation_checkpointing: got true, but the head has no module `mlp`; set it to false")
+    for module in mlps:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)

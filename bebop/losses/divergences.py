@@ -1,5 +1,5 @@
-"""Row functions of the losses that are not made of alpha alone: value, alpha and gradient of one draft row against
-one target row.
+"""Row functions of the losses that need more than alpha: value, alpha and gradient of one draft row against one target
+row.
 
 | loss       | value                                            | gradient on the scaled draft logits           |
 |------------|--------------------------------------------------|-----------------------------------------------|

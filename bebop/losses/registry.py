@@ -2,7 +2,7 @@
 
 Shapes: K depths, N anchors, R rows (anchors of one depth), V vocabulary. A loss is one of two things:
 
-* a function of the overlaps alpha [K, N] = sum_v min(p, q) alone. The fused kernels make alpha and its gradient, so
+* a function of only the overlaps alpha [K, N] = sum_v min(p, q). The fused kernels make alpha and its gradient, so
   autograd does the rest:
 
       LOSSES.register("squared_tv", HeadLoss(of_overlap=lambda alpha: (1 - alpha).square().mean(0)))
@@ -23,7 +23,7 @@ from bebop.errors import BadInput
 from bebop.registry import Registry
 
 if TYPE_CHECKING:
-    from bebop.config import Loss
+    from bebop.config.heads import Loss
 
 # (draft rows [R, V], target rows of the chunk [M, V], row of each draft row in them [R], the text's tokens [R],
 #  gradient wanted) -> value [R], alpha [R], gradient of value on the draft's logits over the temperature [R, V] or None

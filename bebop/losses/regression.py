@@ -1,5 +1,5 @@
 """Regression of the heads' output on the backbone's hidden states, EAGLE's feature loss (arXiv 2401.15077, section 4.2)
-without its classification part: what brings fresh heads near before a loss with the vocabulary in it.
+without its classification part. It brings fresh heads near the target cheaply, before a loss over the vocabulary.
 
 Shapes: K depths, N anchors, M backbone positions, D width.
 """
@@ -17,13 +17,13 @@ def hidden_regression(draft_hidden: Tensor, target_hidden: Tensor, target_index:
 
     draft_hidden [K, N, D] with gradient, any dtype; target_hidden [M, D], constant; target_index long [K, N], rows of
     target_hidden. Both are what lm_head reads, after the final norm. Without anchors: 0, with a zero gradient. Raises
-    ValueError where the shapes do not go together.
+    ValueError if the shapes do not fit.
     """
     depths, anchors, width = draft_hidden.shape
     if target_index.shape != (depths, anchors) or target_hidden.shape[-1] != width:
         raise BadInput(
-            f"target_index: {list(target_index.shape)} into target_hidden {list(target_hidden.shape)}, expected "
-            f"{[depths, anchors]} into [M, {width}], as draft_hidden {list(draft_hidden.shape)} has it"
+            f"target_index: got {list(target_index.shape)} into target_hidden {list(target_hidden.shape)}, expected "
+            f"{[depths, anchors]} into [M, {width}], for draft_hidden {list(draft_hidden.shape)}"
         )
     if not draft_hidden.numel():
         return draft_hidden.float().sum() * 0

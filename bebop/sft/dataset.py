@@ -1,4 +1,4 @@
-"""A text set as training sees it: the endless row of batches, the held-out ones, and the range of their entropies."""
+"""The training sequences of a run: batches for any step, held-out batches, and the range of their entropies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from bebop.data.batches import IndexedBatch, TrainBatch, pack_rows, trainable
 from bebop.data.self_distill import read_rows
 from bebop.sft.lr import BatchStream
 
-ENTROPY_SEQUENCES = 512  # training sequences that the recorded range of entropies takes in, beside all held-out ones
+ENTROPY_SEQUENCES = 512  # training sequences in the recorded range of entropies, beside all held-out ones
 
 
 class TextData:
-    """train: micro-batches for any step; heldout: batches to score on. Hidden states come with them."""
+    """stream: micro-batches of any step; heldout: batches to score on; hidden: adds hidden states to a micro-batch."""
 
     def __init__(
         self,
@@ -29,10 +29,10 @@ class TextData:
         batch_tokens: int,
         seed: int,
         cache_hidden: str,
-        policy: str,
+        backbone_checksum: str,
     ) -> None:
-        """cache_hidden: of the training text; the held-out one is small and stays in memory, or streams. policy: the
-        backbone's checksum, which cached states belong to."""
+        """cache_hidden: of the training sequences, see HiddenStates; held-out ones stay in memory, or stream.
+        backbone_checksum: cached states of another backbone are not used."""
         train = trainable(read_rows(text_dir / "train.parquet"), depth, "training text")
         heldout = trainable(read_rows(text_dir / "heldout.parquet"), depth, "held-out text")
         self.num_sequences = len(train)
@@ -47,7 +47,7 @@ class TextData:
             name="training text",
             how=cache_hidden,
             file=text_dir / f"hidden_depth{depth}.bin",
-            identity=policy,
+            identity=backbone_checksum,
         )
         heldout_how = "stream" if cache_hidden == "stream" else "memory"
         self._heldout_hidden = HiddenStates(backbone, heldout, batch_tokens, name="held-out text", how=heldout_how)
@@ -61,15 +61,15 @@ class TextData:
             yield self._heldout_hidden.batch(batch)
 
     def heldout_by_task(self) -> Iterator[tuple[str, Iterator[TrainBatch]]]:
-        """The held-out batches of every task, where there is more than one task or not."""
+        """The held-out batches of each task."""
         tasks = [row.task for row in self._heldout_rows]
         for task in sorted(set(tasks)):
-            chosen = [i for i, name in enumerate(tasks) if name == task]
-            packed = pack_rows(self._heldout_rows, chosen, self._batch_tokens, self._depth)
+            own = [i for i, name in enumerate(tasks) if name == task]
+            packed = pack_rows(self._heldout_rows, own, self._batch_tokens, self._depth)
             yield task, (self._heldout_hidden.batch(batch) for batch in packed)
 
     def entropy(self, temperature: float) -> dict[str, float | list[float]]:
-        """Target entropies of the text in nats: mean over held-out sequences, least and greatest mean of a sequence."""
+        """Target entropies in nats: mean over held-out sequences, and the smallest and largest mean of one sequence."""
         heldout = list(self._entropies(self._heldout_hidden, self._heldout, temperature))
         every = heldout + list(self._entropies(self.hidden, self._first, temperature))
         return {"entropy_nats": sum(heldout) / len(heldout), "entropy_range": [min(every), max(every)]}

@@ -15,9 +15,12 @@ from typing import Any
 
 import yaml
 
+from bebop.acceptance import record_key
 from bebop.mtp.checkpoint import read_config
 from bebop.mtp.families import DECODER, READ_AS, known_family
+from bebop.spec import RULES
 from bebop.store.files import write_text
+from bebop.store.tables import format_table
 
 log = logging.getLogger(__name__)
 CARD = "README.md"
@@ -141,20 +144,13 @@ def _section(made: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
 
 
 def _table(made: Mapping[str, Any]) -> str:
-    depths = range(made["mtp_depth"])
-    head = ["task", *(f"α depth {j + 1}" for j in depths), "rejection sampling", "target-only", "positions"]
-    tasks = made["tasks"]
-    rows = [*sorted(tasks.items()), *([("all", made["all_tasks"])] if len(tasks) > 1 else [])]
-    lines = [head, ["---"] * len(head)]
-    for name, scored in rows:
-        error = scored["acceptance_length_se"]
-        lines.append(
-            [
-                name,
-                *(f"{alpha:.3f}" for alpha in scored["alpha"]),
-                f"{scored['acceptance_length']:.3f} ± {error:.3f}",
-                f"{scored['acceptance_length_target_only']:.3f}",
-                str(scored["num_anchors"]),
-            ]
-        )
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    tasks, total = made["tasks"], made["all_tasks"]
+    rules = [rule for rule in RULES if record_key("acceptance_length", rule) in total]
+    rows = []
+    for name, scored in [*sorted(tasks.items()), *([("all", total)] if len(tasks) > 1 else [])]:
+        row = {"task": name} | {f"α depth {j}": f"{alpha:.3f}" for j, alpha in enumerate(scored["alpha"], 1)}
+        for rule in rules:
+            length, error = (record_key(key, rule) for key in ("acceptance_length", "acceptance_length_se"))
+            row[RULES[rule].title] = f"{scored[length]:.3f} ± {scored[error]:.3f}"
+        rows.append(row | {"positions": scored["num_anchors"]})
+    return format_table(rows, style="markdown")

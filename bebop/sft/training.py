@@ -71,7 +71,7 @@ class Training:
             batch_tokens=self.sft.batch_tokens,
             seed=config.seed,
             cache_hidden=config.data.cache_hidden,
-            policy=checkpoint_checksums(job.policy_dir).backbone,
+            backbone_checksum=checkpoint_checksums(job.policy_dir).backbone,
         )
         self.sinks = Sinks(config.logger, job.run_dir, write=self.trainer.rank == 0)
 
@@ -101,7 +101,7 @@ class Training:
                 "loss_warmup": self.loss.warmup,
                 "regression_steps": self.sft.regression_steps,
                 **self.data.entropy(self.temperature),
-                "tasks": {task: found.as_dict() for task, found in by_task.items()},
+                "tasks": {task: each.as_dict() for task, each in by_task.items()},
                 "num_sequences": self.data.num_sequences,
                 "num_tokens": self.data.num_tokens,
                 "train_loop_s": round(time.monotonic() - began, 2),
@@ -125,7 +125,7 @@ class Training:
                 f"run_dir={self.job.run_dir}: its checkpoint was trained from another policy, text or config; "
                 "choose another run_dir"
             )
-        log.info("sft: goes on after step %d of %d", state["step"], self.sft.regression_steps + self.sft.steps)
+        log.info("sft: resumes after step %d of %d", state["step"], self.sft.regression_steps + self.sft.steps)
         return {key: state[key] for key in ("identity", "step", "acceptance_length_before")}
 
     def _step(self, step: int) -> dict[str, Any]:

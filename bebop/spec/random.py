@@ -1,6 +1,6 @@
 """Independent uniform random numbers per request, round and stream, and draws from them.
 
-A number is a pure function of its address, so a request gets the same tokens alone, in any batch and in any order. The
+A number is a pure function of its address, so a request gets the same tokens in any batch and in any order. The
 function is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"):
 
     key      the request's seed, 64 bits

@@ -159,7 +159,7 @@ class Comparison:
             batch_tokens=sft.batch_tokens,
             seed=config.seed,
             cache_hidden=config.data.cache_hidden,
-            policy=checkpoint_checksums(policy).backbone,
+            backbone_checksum=checkpoint_checksums(policy).backbone,
         )
         self.heldout = list(self.data.heldout())
         self.before = self._entry("before", "", policy)

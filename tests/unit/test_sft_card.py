@@ -1,6 +1,7 @@
 """The model card: what it says of the heads, and what it leaves of a policy's own card."""
 
 import json
+import re
 import shlex
 
 import pytest
@@ -16,6 +17,7 @@ SCORED = {
     "acceptance_length": 3.2,
     "acceptance_length_se": 0.01,
     "acceptance_length_target_only": 3.0,
+    "acceptance_length_target_only_se": 0.02,
     "num_anchors": 500,
 }
 MADE = {
@@ -52,14 +54,14 @@ def _front(card):
 
 
 def test_a_card_says_what_trained_the_heads_and_how_good_they_are():
-    card = merge(None, MADE, CONFIG)
+    card = re.sub(" +", " ", merge(None, MADE, CONFIG))
     assert _front(card)["library_name"] == "transformers" and set(TAGS) <= set(_front(card)["tags"])
     for said in (
         "`e2e_tv`, after `lk` for the first 30% of the steps",
         "| steps | 40 of hidden-state regression, then 160, muon, learning rate 0.002 cosine, 8192 tokens a step",
         "768 responses to prompts of chain_sum, open, sampled by this policy",
         "| temperature | 0.7,",
-        "| chain_sum | 0.900 | 0.800 | 0.700 | 3.200 ± 0.010 | 3.000 | 500 |",
+        "| chain_sum | 0.900 | 0.800 | 0.700 | 3.200 ± 0.010 | 3.000 ± 0.020 | 500 |",
         "| open | 0.900 | 0.800 | 0.700 | 2.100 ± 0.010 |",
         "rejection sampling | target-only",
     ):

@@ -8,7 +8,7 @@ A weight w is carried over the draft (p_i in its paper):
 
 Prefix i passes with probability h_i. After i accepted drafts the next token is sampled from norm(max(0, w_i p - q)).
 
-How many are accepted follows from the text's tokens alone, without a second sweep of the vocabulary: P(at least j
+The number of accepted drafts follows from the text's tokens, without a second sweep of the vocabulary: P(at least j
 accepted | draft) is w_j, since h_i + (1 - h_i) sum_v min(q, w_i p) = w_i. So it is E_{y~q}[w_j] = E_{y~p}[w_j R_j] with
 R_j = prod_{i<=j} q_i(y_i) / p_i(y_i), and w_j R_j = min(1, R_1, .., R_j) =: c_j, from w_j = min(1, w_{j-1} / r_j).
 

@@ -222,10 +222,10 @@ def grow_tree(
     paths: list[tuple[int, ...]] = [()]
     while (frontier := grower.frontier) is not None:
         keep = frontier.valid[0].nonzero().squeeze(1)
-        wanted = [paths[i] for i in keep.tolist()]
-        logits = draft_fn(wanted)
-        if logits.ndim != 2 or logits.shape[0] != len(wanted):
-            raise BadInput(f"draft_fn: got logits {list(logits.shape)}, expected [n, V] with n = {len(wanted)}")
+        expanded = [paths[i] for i in keep.tolist()]
+        logits = draft_fn(expanded)
+        if logits.ndim != 2 or logits.shape[0] != len(expanded):
+            raise BadInput(f"draft_fn: got logits {list(logits.shape)}, expected [n, V] with n = {len(expanded)}")
         full = logits.new_zeros(len(paths), logits.shape[1])
         full[keep] = logits
         grower.expand(full.unsqueeze(0))
