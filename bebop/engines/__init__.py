@@ -14,6 +14,7 @@ from typing import Any
 
 from bebop.config import RolloutSection, check_depth
 from bebop.engines.protocol import RolloutEngine
+from bebop.engines.vllm_engine.rules import SERVED_RULES
 from bebop.errors import BadInput, EngineDied, EngineError, EngineRefused
 from bebop.registry import Registry
 
@@ -37,7 +38,8 @@ class EngineInfo:
 
     make: (rollout, policy_dir, seed=, dtype=) -> a running engine. check: (rollout, policy_dir) -> None, raises
     EngineRefused for what the engine does not run, before anything is loaded.
-    trees, draft_schedules: whether it serves `rollout.tree` and `rollout.draft_schedule`.
+    trees, draft_schedules: whether it serves `rollout.tree` and `rollout.draft_schedule`. rules: the acceptance rules
+    that it serves; None: all that are registered.
     verl_server: module that registers the engine's server with verl, under the engine's name; None: not for grpo.
     """
 
@@ -46,6 +48,7 @@ class EngineInfo:
     trees: bool = False
     draft_schedules: bool = False
     verl_server: str | None = None
+    rules: tuple[str, ...] | None = None
 
     def check_section(self, section: Any, key: str, name: str) -> None:
         """Raise BadInput where the rollout section asks for what this engine does not serve."""
@@ -57,19 +60,19 @@ class EngineInfo:
                     f"rollout.{wanted}: got {value} with {key}={name}, which does not serve it; set {key}="
                     f"{' or '.join(able)}, or rollout.{wanted}={'null' if neutral is None else neutral}"
                 )
+        rule = getattr(section, "rule", None)
+        if rule is not None and self.rules is not None and rule not in self.rules:
+            able = [other for other in ENGINES if (rules := ENGINES[other].rules) is None or rule in rules]
+            raise BadInput(
+                f"rollout.rule: got {rule} with {key}={name}, which serves only {', '.join(self.rules)}; set {key}="
+                f"{' or '.join(able)}, or one of these rules"
+            )
 
 
 def _vllm(rollout: RolloutSection, policy_dir: Path, **settings: Any) -> RolloutEngine:
     from bebop.engines.vllm_engine.engine import VllmEngine
 
     return VllmEngine(rollout, policy_dir, **settings)
-
-
-def _check_vllm(rollout: RolloutSection, policy_dir: Path) -> None:
-    from bebop.engines.vllm_engine.rules import rule_methods
-
-    if rollout.speculation != "none":
-        rule_methods(rollout)
 
 
 def _torch(rollout: RolloutSection, policy_dir: Path, **settings: Any) -> RolloutEngine:
@@ -86,7 +89,8 @@ def _check_torch(rollout: RolloutSection, policy_dir: Path) -> None:
 
 ENGINES: Registry[EngineInfo] = Registry("engine", key="rollout.engine")
 ENGINES.register(
-    "vllm", EngineInfo(_vllm, _check_vllm, draft_schedules=True, verl_server="bebop.rl.rollout.vllm_server")
+    "vllm",
+    EngineInfo(_vllm, draft_schedules=True, verl_server="bebop.rl.rollout.vllm_server", rules=tuple(SERVED_RULES)),
 )
 ENGINES.register("torch", EngineInfo(_torch, _check_torch, trees=True, verl_server="bebop.rl.rollout.torch_server"))
 

@@ -112,6 +112,10 @@ def test_a_rule_from_a_users_file_is_proven_and_scored_like_the_built_in_ones(tm
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "rule lazy, enumerated in float64 True" in done.stdout
+    words = ["plugins=[./my_rule.py]", "rollout.rule=lazy", "--dry-run"]
+    refused = bebop("eval", *words, "rollout=vllm", cwd=tmp_path)
+    assert refused.returncode == 2 and "rollout.rule: got lazy with rollout.engine=vllm" in refused.stderr
+    assert bebop("eval", *words, "rollout=torch", cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.e2e

@@ -80,8 +80,10 @@ def test_a_rule_that_vllm_does_not_serve_is_refused_by_name(tmp_path):
     rollout, path = RolloutSection(rule="lazy"), policy(tmp_path)
     with pytest.raises(EngineRefused, match=r"rollout\.rule: got lazy, but rollout\.engine=vllm serves only rejection"):
         engine_arguments(rollout, path, seed=0, dtype="float32")
-    with pytest.raises(EngineRefused, match=r"rollout\.rule: got lazy"):
-        check_policy(rollout, path)
+    with pytest.raises(
+        ValueError, match=r"rollout\.rule: got lazy with rollout\.engine=vllm.*set rollout\.engine=torch"
+    ):
+        ENGINES["vllm"].check_section(rollout, "rollout.engine", "vllm")
 
 
 def test_block_verification_passes_on_the_runner_that_has_it():
