@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from bebop.errors import BadInput, BebopError
@@ -129,14 +130,17 @@ class ErrorFile:
         except OSError:
             print(*details, message_of(error), sep="\n", file=sys.stderr, flush=True)
 
-    def message(self, exit_code: int, output: str) -> str:
-        """What the child wrote; else how it ended, by `exit_code` (negative: a signal), and where its `output` is."""
+    def message(self, exit_code: int, output: str, pick: Callable[[str], str] = str) -> str:
+        """What the child wrote; else how it ended, by `exit_code` (negative: a signal), and where its `output` is.
+
+        pick: chooses the line to show from what the child wrote.
+        """
         try:
             written = read_json(self.path).get("message")
         except BadInput:
             written = None
         if written:
-            return f"{written} (traceback in {self.path})"
+            return f"{pick(written)} (traceback in {self.path})"
         how = f"exit code {exit_code}"
         if exit_code < 0:
             name = signal.Signals(-exit_code).name

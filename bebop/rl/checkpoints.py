@@ -7,10 +7,10 @@ written last, so that a run that is killed while it saves resumes from the check
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from pathlib import Path
+
+from bebop.store.files import write_json
 
 COMPLETE = "complete.json"
 
@@ -25,14 +25,7 @@ def verl_dir(run_dir: Path, step: int) -> Path:
 
 def mark_complete(run_dir: Path, step: int, **facts: object) -> None:
     """Say that both halves of step's checkpoint are on the disk."""
-    folder = run_dir / "checkpoints" / f"step_{step}"
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".{COMPLETE}"
-    with open(part, "w") as file:
-        json.dump({"step": step, **facts}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, folder / COMPLETE)
+    write_json(run_dir / "checkpoints" / f"step_{step}" / COMPLETE, {"step": step, **facts})
 
 
 def complete_steps(run_dir: Path) -> list[int]:

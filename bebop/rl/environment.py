@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bebop.engines.vllm_engine.environment import GENERAL, LOG_ENV, cpu_environment
+from bebop.processes import RUN_ENV
 
-PARENT_ENV = "BEBOP_RUN_PARENT"  # process id of the command that started the trainer
-RUN_ENV = "BEBOP_RUN"  # the run folder; every process of a run carries it, so that all of them can be found and ended
 ENGINE_LOG = "engine.log"
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from bebop.monitor import read_steps
+from bebop.processes import marked
 from bebop.rl import checkpoints
-from bebop.rl.stage import processes_of
 
 pytestmark = pytest.mark.e2e
 
@@ -64,9 +64,9 @@ def wait_for_step(process: subprocess.Popen, run_dir: Path, step: int) -> None:
 
 def no_process_left(run_dir: Path, within_s: float) -> bool:
     deadline = time.monotonic() + within_s
-    while processes_of(run_dir) and time.monotonic() < deadline:
+    while marked(run_dir) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return not processes_of(run_dir)
+    return not marked(run_dir)
 
 
 def trained_prompts(run_dir: Path) -> list[list[str]]:
@@ -105,7 +105,7 @@ def killed_and_resumed(tiny_random: Path, tmp_path_factory: pytest.TempPathFacto
     second = start(values, run_dir, tiny_random)
     output, _ = second.communicate(timeout=START_UP_S)
     assert second.returncode == 0, output
-    assert not processes_of(run_dir)
+    assert not marked(run_dir)
     return run_dir
 
 
@@ -150,7 +150,7 @@ def engine_killed(tiny_random: Path, tmp_path_factory: pytest.TempPathFactory) -
     run_dir = tmp_path_factory.mktemp("sync") / "run"
     process = start(config("sync", steps=500, save_every=500), run_dir, tiny_random)
     wait_for_step(process, run_dir, 4)
-    engines = [pid for pid in processes_of(run_dir) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    engines = [pid for pid in marked(run_dir) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert engines
     os.kill(engines[0], signal.SIGKILL)
     killed_at = time.monotonic()

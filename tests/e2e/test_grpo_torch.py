@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from bebop.monitor import read_steps
+from bebop.processes import marked
 from bebop.rl import checkpoints
-from bebop.rl.stage import processes_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -87,7 +87,7 @@ def killed_and_resumed(tiny_random: Path, tmp_path_factory: pytest.TempPathFacto
     second = start(run_dir, tiny_random, "colocate_async", steps=5, save_every=2)
     output, _ = second.communicate(timeout=START_UP_S)
     assert second.returncode == 0, output
-    assert not processes_of(run_dir)
+    assert not marked(run_dir)
     return run_dir
 
 
@@ -107,14 +107,14 @@ def test_sync_run_on_trees_is_on_policy_and_a_killed_server_ends_it_with_its_err
     run_dir = tmp_path / "run"
     process = start(run_dir, tiny_random, "sync", steps=500, save_every=500)
     wait_for_step(process, run_dir, 3)
-    servers = [pid for pid in processes_of(run_dir) if b"TorchServer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    servers = [pid for pid in marked(run_dir) if b"TorchServer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert len(servers) == 1
     os.kill(servers[0], signal.SIGKILL)
     killed_at = time.monotonic()
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0 and time.monotonic() - killed_at < 60
     assert "actor is dead" in output or "TorchServer" in output, output
-    assert not processes_of(run_dir)
+    assert not marked(run_dir)
     steps = len(read_steps(run_dir))
     check_records(run_dir, steps)
     for record in read_steps(run_dir):

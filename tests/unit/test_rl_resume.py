@@ -9,13 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from bebop.errors import RlError
+from bebop.processes import end_marked, marked
 from bebop.rl import checkpoints
-from bebop.rl.environment import PARENT_ENV
-from bebop.rl.stage import end_processes, only_run_of, processes_of
-from bebop.rl.trainer.sinks import forget_after
+from bebop.store.metrics import drop_steps_after
 
 
 def checkpoint(run_dir: Path, step: int, *, complete: bool = True) -> None:
@@ -54,7 +50,7 @@ def test_lines_of_lost_steps_are_forgotten_and_others_kept(tmp_path: Path):
         {"kind": "step", "step": 3},
     ]
     path.write_text("\n".join(json.dumps(line) for line in lines) + '\n{"kind": "st')
-    forget_after(path, 2, kind="step")
+    drop_steps_after(path, 2, kind="step")
     assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:3]
 
 
@@ -66,28 +62,12 @@ def test_processes_of_a_run_are_found_and_ended_and_no_others(tmp_path: Path):
     mine, other = start(tmp_path / "run"), start(tmp_path / "run2")
     try:
         deadline = time.monotonic() + 10
-        while processes_of(tmp_path / "run") != [mine.pid] and time.monotonic() < deadline:
+        while marked(tmp_path / "run") != [mine.pid] and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert processes_of(tmp_path / "run") == [mine.pid]
-        assert end_processes(tmp_path / "run", grace_s=0.1) == 1
+        assert marked(tmp_path / "run") == [mine.pid]
+        assert end_marked(tmp_path / "run", grace_s=0.1) == 1
         assert mine.wait(5) == -9
         assert other.poll() is None
     finally:
         other.kill()
         other.wait()
-
-
-def test_a_folder_in_which_another_run_is_alive_is_left_to_it(tmp_path: Path):
-    """A second start would take the first one's processes for leftovers and kill them."""
-    with only_run_of(tmp_path), pytest.raises(RlError, match="another process trains there"), only_run_of(tmp_path):
-        pass
-    with only_run_of(tmp_path):
-        pass
-
-
-def test_a_trainer_whose_parent_is_gone_ends_and_one_of_process_1_does_not():
-    code = "from bebop.rl.trainer.process import die_with_parent; die_with_parent(); print('alive')"
-    for parent, alive in ((str(os.getpid()), True), ("1", False)):
-        env = os.environ | {PARENT_ENV: parent}
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-        assert ("alive" in done.stdout) is alive, done.stderr
