@@ -9,15 +9,13 @@ They are the same for every epoch, so computing them once saves a backbone forwa
 | stream            | a backbone forward with every batch               | one or two epochs                        |
 
 The size is shown, and checked against the memory or disk that is free, before anything is computed. The file is written
-beside its place and moved there with its description, under a lock: two runs make it once, and a killed one leaves
-nothing that looks whole, nor for long what it had begun. States are
-kept in the backbone's own dtype and handed out in float32, which loses nothing.
+whole or not at all, under a lock: two runs make it once. States are kept in the backbone's own dtype and handed out in
+float32, which loses nothing.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import shutil
 from collections.abc import Sequence
@@ -32,7 +30,7 @@ from bebop.backbone import Backbone
 from bebop.data.batches import IndexedBatch, TrainBatch, pack_rows, train_batch
 from bebop.data.self_distill import TextRow, fingerprint
 from bebop.errors import BadInput
-from bebop.store.files import file_lock
+from bebop.store.files import file_lock, human_size, read_json, remove_leftovers, replacing, write_json
 
 log = logging.getLogger(__name__)
 MEMINFO = Path("/proc/meminfo")
@@ -65,11 +63,11 @@ class HiddenStates:
         size = self._bounds[-1] * self._width * self._dtype.itemsize
         self._states: Tensor | None = None  # [tokens, D] on the CPU
         if how == "stream":
-            log.info("%s: the backbone runs with every batch; its states would take %s", name, _human(size))
+            log.info("%s: the backbone runs with every batch; its states would take %s", name, human_size(size))
         elif how == "memory":
             processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
             _check_room(name, how, size * processes, _free_memory())
-            log.info("%s: hidden states of %d tokens are kept in memory, %s", name, self._bounds[-1], _human(size))
+            log.info("%s: hidden states of %d tokens are kept in memory, %s", name, self._bounds[-1], human_size(size))
             self._states = torch.empty(self._bounds[-1], self._width, dtype=self._dtype)
             self._fill(self._states, rows, max_tokens)
         elif file is None:
@@ -108,28 +106,25 @@ class HiddenStates:
         distributed = torch.distributed.is_initialized()
         if not distributed or torch.distributed.get_rank() == 0:
             with file_lock(file.with_suffix(".lock")):
-                whole = about.exists() and json.loads(about.read_text()) == meta
+                whole = read_json(about) == meta
                 whole = whole and file.is_file() and file.stat().st_size == size  # the description alone may be left
-                log.info("%s: hidden states %s %s, %s", name, "are read from" if whole else "go to", file, _human(size))
+                how = "are read from" if whole else "go to"
+                log.info("%s: hidden states %s %s, %s", name, how, file, human_size(size))
                 if not whole:
-                    for left in file.parent.glob(f"{file.stem}*.part"):  # of a process that was killed
-                        left.unlink()
+                    remove_leftovers(file)
                     _check_room(name, "disk", size, shutil.disk_usage(file.parent).free)
                     about.unlink(missing_ok=True)
                     self._make(file, rows, max_tokens, size)
-                    described = about.with_suffix(".part")
-                    described.write_text(json.dumps(meta))
-                    described.replace(about)
+                    write_json(about, meta)
         if distributed and torch.distributed.get_world_size() > 1:
             torch.distributed.barrier()
         return self._map(file, shared=False)
 
     def _make(self, file: Path, rows: Sequence[TextRow], max_tokens: int, size: int) -> None:
-        part = file.with_suffix(".part")
-        states = torch.from_file(str(part), shared=True, size=size // self._dtype.itemsize, dtype=self._dtype)
-        self._fill(states.view(self._bounds[-1], self._width), rows, max_tokens)
-        del states
-        part.replace(file)
+        with replacing(file) as part:
+            states = torch.from_file(str(part), shared=True, size=size // self._dtype.itemsize, dtype=self._dtype)
+            self._fill(states.view(self._bounds[-1], self._width), rows, max_tokens)
+            del states
 
     def _map(self, file: Path, *, shared: bool) -> Tensor:
         tokens = self._bounds[-1]
@@ -148,7 +143,8 @@ def _check_room(name: str, how: str, size: int, free: int | None) -> None:
     if free is not None and size > SHARE * free:
         other = {"memory": "disk or stream", "disk": "stream"}[how]
         raise BadInput(
-            f"data.cache_hidden={how}: hidden states of the {name} take {_human(size)}, {_human(free)} are free; "
+            f"data.cache_hidden={how}: hidden states of the {name} need {human_size(size)}, "
+            f"{human_size(free)} are free; "
             f"set data.cache_hidden={other}"
         )
 
@@ -159,7 +155,3 @@ def _free_memory() -> int | None:
         return None
     line = next((line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:")), None)
     return int(line.split()[1]) * 1024 if line else None
-
-
-def _human(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

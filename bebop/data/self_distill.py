@@ -13,12 +13,7 @@ comparison).
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,6 +24,7 @@ from tqdm import tqdm
 from bebop.config import EvalConfig, SftConfig
 from bebop.errors import BadInput
 from bebop.records import Prompt, Rollout, Sampling
+from bebop.store.files import content_hash, filled, read_json, write_json
 
 log = logging.getLogger(__name__)
 META, SPLITS = "text.json", ("train", "heldout")
@@ -105,8 +101,8 @@ def self_distill(
 
 
 def fingerprint(parts: Mapping[str, Any]) -> str:
-    """16 hex digits that stand for what makes a text set (JSON-serialisable `parts`)."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    """16 hex digits for what makes a text set (JSON-serialisable `parts`)."""
+    return content_hash(parts, 16)
 
 
 def text_set(
@@ -114,32 +110,25 @@ def text_set(
 ) -> tuple[Path, dict[str, Any]]:
     """The folder of the text set that `parts` describe, made by `make` unless it is already whole, and its text.json.
 
-    make: -> {"train": rows, "heldout": rows}. They are written beside their place and moved there, so that a killed run
-    leaves nothing that looks finished.
+    make: -> {"train": rows, "heldout": rows}. A killed run leaves nothing that looks finished; a second run that wants
+    the same set waits for the first.
     """
-    folder = root / fingerprint(parts)
-    if (folder / META).exists():
-        log.info("text: %s is reused", folder)
-        return folder, json.loads((folder / META).read_text())
-    sets = make()
-    root.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=root))
-    try:
-        meta = {"fingerprint": folder.name, "made_from": dict(parts)}
+
+    def fill(part: Path) -> None:
+        sets = make()
+        meta: dict[str, Any] = {"fingerprint": folder.name, "made_from": parts}
         for split in SPLITS:
             _write(part / f"{split}.parquet", sets[split])
             meta[f"num_{split}"] = len(sets[split])
             meta[f"num_{split}_response_tokens"] = sum(sum(row.response_mask) for row in sets[split])
         meta["sampled_by_policy"] = all(row.logprobs is not None for split in SPLITS for row in sets[split])
-        (part / META).write_text(json.dumps(meta, indent=1, default=str))
-        try:
-            os.rename(part, folder)
-        except OSError:  # another run made the same set meanwhile
-            if not (folder / META).exists():
-                raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return folder, json.loads((folder / META).read_text())
+        write_json(part / META, meta)
+
+    folder = root / fingerprint(parts)
+    if folder.exists():
+        log.info("training sequences: %s is reused", folder)
+    filled(folder, fill)
+    return folder, read_json(folder / META)
 
 
 def read_rows(path: Path) -> list[TextRow]:

@@ -172,23 +172,27 @@ def content_hash(parts: Mapping[str, Any], digits: int = 12) -> str:
     return hashlib.sha256(json.dumps(plain(parts), sort_keys=True).encode()).hexdigest()[:digits]
 
 
-def cached(name: str, parts: Mapping[str, Any], make: Callable[[Path], None], *, home: Path | None = None) -> Path:
-    """The folder `<home>/<name>-<hash of parts>`, filled by `make(folder)` if it does not exist yet.
+def cached(name: str, parts: Mapping[str, Any], make: Callable[[Path], None]) -> Path:
+    """The folder `<cache_home()>/policies/<name>-<hash of parts>`, filled by `make(folder)` if it does not exist."""
+    return filled(cache_home() / "policies" / f"{safe_name(name)}-{content_hash(parts)}", make)
 
-    home: default `<cache_home()>/policies`. Two processes make a folder once: the second waits for the first.
-    """
-    home = home or cache_home() / "policies"
-    final = home / f"{safe_name(name)}-{content_hash(parts)}"
-    if final.is_dir():
-        return final
-    with file_lock(home / f".{final.name}.lock"):
-        if not final.is_dir():
-            for left in home.glob(f".{glob.escape(final.name[:100])}.*{PART}"):  # of a process that was killed
-                remove(left)
-            with replacing(final) as part:
-                part.mkdir()
-                make(part)
-    return final
+
+def filled(folder: Path, make: Callable[[Path], None]) -> Path:
+    """`folder`, filled by `make(folder)` if it does not exist yet. Of two processes the second waits for the first."""
+    if not folder.is_dir():
+        with file_lock(folder.with_name(f".{folder.name}.lock")):
+            if not folder.is_dir():
+                remove_leftovers(folder)
+                with replacing(folder) as part:
+                    part.mkdir()
+                    make(part)
+    return folder
+
+
+def remove_leftovers(path: Path) -> None:
+    """Delete what killed processes began to write for `path`. Call it with a lock on `path` held."""
+    for left in path.parent.glob(f".{glob.escape(path.name[:100])}.*{PART}"):
+        remove(left)
 
 
 def safe_name(text: str, limit: int = 80) -> str:

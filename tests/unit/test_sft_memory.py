@@ -149,7 +149,7 @@ def test_states_on_disk_are_read_again_and_made_anew_for_another_policy_or_after
     assert torch.equal(_all(HiddenStates(backbone, rows, 24, identity="another", **name), rows), first)
     file.with_suffix(".json").unlink()  # killed between the two
     file.write_bytes(b"\0" * file.stat().st_size)
-    file.with_suffix(".part").write_bytes(b"begun")
+    file.with_name(f".{file.name}.0badcafe.part").write_bytes(b"begun")
     assert torch.equal(_all(HiddenStates(backbone, rows, 24, identity="another", **name), rows), first)
     assert json.loads(file.with_suffix(".json").read_text())["shape"] == [40, 64]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hidden.bin", "hidden.json", "hidden.lock"]

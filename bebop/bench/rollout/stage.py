@@ -14,7 +14,6 @@ repetitions counts.
 from __future__ import annotations
 
 import asyncio
-import csv
 import json
 import statistics
 import time
@@ -32,10 +31,11 @@ from bebop.config.draft_schedule import from_sizes, k_for, text
 from bebop.data import load_tokenizer, make_prompts
 from bebop.data.prompts import encode_prompts
 from bebop.engines import RolloutEngine, make_engine
-from bebop.monitor import print_table, write_summary
 from bebop.policies import prepare_policy
 from bebop.records import DraftCounts, Rollout, Sampling
 from bebop.store.environment import device, installed
+from bebop.store.run_folder import write_summary
+from bebop.store.tables import print_table, write_csv
 
 TURN_TOKENS, TURN_BATCHES = 384, 2
 
@@ -105,7 +105,7 @@ def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
         for engine in engines.values():
             engine.close()
     table = [asdict(row) for row in rows]
-    _write_csv(run_dir / "bench.csv", table)
+    write_csv(run_dir / "bench.csv", table)
     print_table([_shown(row) for row in rows])
     summary["rows"] = table
     write_summary(run_dir, summary)
@@ -160,7 +160,7 @@ def _write_plan(
                     "chosen": k == choice.k,
                 }
             )
-    _write_csv(run_dir / "plan.csv", table)
+    write_csv(run_dir / "plan.csv", table)
     print_table(table)
     plan_plot.write(table, run_dir / "plan.png")
     verdict = planner.verdict(choices, text(schedule))
@@ -280,10 +280,3 @@ def _prompts(config: BenchConfig, policy_dir: Path) -> list[list[int]]:
 def _ratio(values: list[float], plain: list[float]) -> float:
     """Median of the turns' ratios: two turns side by side saw the same machine."""
     return statistics.median(a / b for a, b in zip(values, plain, strict=True))
-
-
-def _write_csv(path: Path, table: list[dict[str, Any]]) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, table[0].keys())
-        writer.writeheader()
-        writer.writerows(table)

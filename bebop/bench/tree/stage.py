@@ -12,7 +12,6 @@ Trees are scored too, see `bebop.bench.tree.score`: expected tokens of a round a
 
 from __future__ import annotations
 
-import csv
 import statistics
 import time
 from dataclasses import asdict, dataclass, field
@@ -30,10 +29,11 @@ from bebop.data import load_tokenizer, make_prompts
 from bebop.data.prompts import encode_prompts
 from bebop.engines import RolloutEngine, make_engine
 from bebop.errors import ConfigError
-from bebop.monitor import print_table, write_summary
 from bebop.policies import prepare_policy
 from bebop.records import Rollout, Sampling
 from bebop.store.environment import device
+from bebop.store.run_folder import write_summary
+from bebop.store.tables import print_table, write_csv
 
 RRSW_LEADS = 1  # the m at which RRSw is compared
 CLEAR = 2.0  # standard errors above which a gain over TopK counts as one
@@ -146,10 +146,7 @@ def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
         for engine in engines.values():
             engine.close()
     table = [asdict(row) for row in rows]
-    with open(run_dir / "tree.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, table[0].keys())
-        writer.writeheader()
-        writer.writerows(table)
+    write_csv(run_dir / "tree.csv", table)
     print_table([_line(row) for row in rows])
     plots = tree_plots.write(table, run_dir)
     summary = {"policy": str(policy_dir), "rows": table, "plots": [str(path) for path in plots]}
