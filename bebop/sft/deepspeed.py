@@ -23,8 +23,8 @@ from bebop.errors import BadInput
 from bebop.store.files import read_json, write_json
 
 ADAMW_RMS = 0.2  # root mean square of AdamW's updates, per unit of learning rate
-# Of a wait for the others: while one fills a file of hidden states or writes the checkpoint, the others wait as long as
-# it takes. A process that died is not waited for: bebop.sft.launch stops the others at once.
+# Collective timeout. One rank may spend hours filling the hidden-state cache or writing the checkpoint. A rank that
+# died is detected by bebop.sft.launch, not by this timeout.
 PATIENCE = timedelta(hours=24)
 LAST = "last.json"  # names the newest complete checkpoint; replaced atomically, after the checkpoint is whole
 

@@ -40,6 +40,8 @@ def run(config: SftConfig, run_dir: Path) -> SftResult:
     Raises ConfigError or DiskError before any model loads, SftError if training fails.
     """
     check_wandb(config.logger.wandb)
+    if config.data.path is not None and not config.data.path.exists():
+        raise ConfigError(f"data.path={config.data.path}: no such file; expected a parquet file")
     run_dir = run_dir.resolve()
     with owned(run_dir):
         times = _run(config, run_dir)

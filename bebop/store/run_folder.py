@@ -18,7 +18,7 @@ from typing import Any
 from bebop.errors import BadInput, ConfigError, DiskError
 from bebop.processes import end_marked
 from bebop.store.environment import git_revision, package_versions
-from bebop.store.files import plain, read_json, safe_name, try_lock, write_json
+from bebop.store.files import plain, read_json, remove, safe_name, try_lock, write_json
 
 RUN = "run.json"
 SUMMARY = "summary.json"
@@ -54,6 +54,8 @@ def begin(run_dir: Path, command: str, config: Mapping[str, Any], *, free: Seque
     ConfigError if it cannot be written or holds a run of another command or config.
     """
     with owned(run_dir):
+        if {path.name for path in run_dir.iterdir()} <= {RUN, OWNER}:  # an earlier start was refused before any work
+            remove(run_dir / RUN)
         try:
             made_by = read_json(run_dir / RUN)
         except BadInput as error:

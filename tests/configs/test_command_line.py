@@ -170,6 +170,7 @@ def test_run_folder_of_another_run_is_refused(capsys, tmp_path):
 
     values = check("sft", composed("sft", f"run_dir={tmp_path}")).model_dump(mode="json")
     write_run_json(tmp_path, "sft", values)
+    (tmp_path / "metrics.jsonl").touch()
     assert main(["sft", f"run_dir={tmp_path}", "sft.lr=0.5"]) == 2
     assert "sft.lr=0.5" in capsys.readouterr().err
     assert main(["grpo", f"run_dir={tmp_path}"]) == 2

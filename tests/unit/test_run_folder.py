@@ -68,8 +68,10 @@ def test_jobs_of_a_sweep_get_names_that_fit(tmp_path):
 
 def test_folder_is_resumed_by_its_own_command_and_config_only(tmp_path):
     config = {"sft": {"lr": 0.1, "steps": 3}, "seed": 0}
+    with begin(tmp_path, "sft", {**config, "seed": 2}):
+        pass  # refused before any work
     with begin(tmp_path, "sft", config):
-        pass
+        (tmp_path / "metrics.jsonl").touch()
     with begin(tmp_path, "sft", {**config, "seed": 1}, free=("seed",)):
         pass
     with pytest.raises(ConfigError, match="holds a run of `sft`, not of `eval`"), begin(tmp_path, "eval", config):
@@ -85,6 +87,7 @@ def test_folder_that_cannot_be_one_is_refused_in_one_line(tmp_path, how):
     if how == "empty run.json":
         path.mkdir()
         (path / "run.json").touch()
+        (path / "metrics.jsonl").touch()
     else:
         path.touch()
     with (

@@ -6,17 +6,16 @@ and the caller's own environment is restored after. A value that the user has se
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from bebop.engines.vllm_engine.fixes import PLAIN_WEIGHTS_ENV
+from bebop.processes import end_with_parent
 
 PARENT_ENV = "BEBOP_ENGINE_PARENT"  # process id of the engine's owner
 LOG_ENV = "BEBOP_ENGINE_LOG"  # file that the engine process writes its output to
@@ -59,16 +58,13 @@ def intel_openmp() -> Path | None:
 def enter_engine_process() -> None:
     """In the process that bebop's engine spawned: end with the parent, and write stdout and stderr to the log.
 
-    vLLM 0.31.0's engine core outlives a parent that was killed; the kernel ends it here (Linux's PR_SET_PDEATHSIG).
-    Does nothing in any other process.
+    vLLM 0.31.0's engine core outlives a parent that was killed. Does nothing in any other process.
     """
     parent = os.environ.get(PARENT_ENV)
     if multiprocessing.parent_process() is None or parent is None:
         return
-    if sys.platform == "linux" and os.getppid() == int(parent):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() == 1 and parent != "1":  # in a container the engine's owner may be process 1
-        sys.exit("the process that started this engine is gone")
+    if os.getppid() in (int(parent), 1):  # 1: the engine's owner, in a container, or who adopted this process
+        end_with_parent(int(parent))
     if path := os.environ.get(LOG_ENV):
         log = os.open(path, os.O_WRONLY | os.O_APPEND)
         sys.stdout.flush()
