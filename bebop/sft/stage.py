@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bebop.config import RolloutSection, SftConfig
+from bebop.errors import ConfigError
 from bebop.policies import prepare_policy
 from bebop.sft.job import Job
 from bebop.sft.launch import launch
