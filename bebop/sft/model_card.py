@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import RepoCard
 
 from bebop.acceptance import record_key
 from bebop.mtp.checkpoint import read_config
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 CARD = "README.md"
 BEGIN, END = "<!-- bebop: heads -->", "<!-- bebop: end of heads -->"
 TAGS = ("speculative-decoding", "multi-token-prediction", "bebop")
-FRONT = re.compile(r"\A---\n(.*?)\n---\n?", re.DOTALL)
+NEW = "---\nlibrary_name: transformers\n---\n# Policy with MTP heads\n"
 
 
 def write_card(checkpoint: Path, made: Mapping[str, Any]) -> None:
@@ -59,34 +59,27 @@ def serve_command(num_speculative_tokens: int) -> str:
 
 def merge(before: str | None, made: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """The card's text: `before` with its section on the heads replaced or added, or a new card. config: config.json."""
-    front, body = (
-        _split(before) if before is not None else ({"library_name": "transformers"}, "# Policy with MTP heads\n")
-    )
-    front.setdefault("pipeline_tag", "text-generation")
-    tags = front.get("tags") or []
-    front["tags"] = [*([tags] if isinstance(tags, str) else tags)]
-    front["tags"] += [tag for tag in TAGS if tag not in front["tags"]]
+    card = _card(NEW if before is None else before)
+    card.data["pipeline_tag"] = card.data.get("pipeline_tag") or "text-generation"
+    tags = card.data.get("tags") or []
+    card.data["tags"] = list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *TAGS]))
     section = f"{BEGIN}\n{_section(made, config)}{END}\n"
-    if BEGIN in body and END in body:
-        start, stop = body.index(BEGIN), body.index(END) + len(END)
-        body = body[:start] + section + body[stop:].removeprefix("\n")
+    if BEGIN in card.text and END in card.text:
+        start, stop = card.text.index(BEGIN), card.text.index(END) + len(END)
+        card.text = card.text[:start] + section + card.text[stop:].removeprefix("\n")
     else:
-        body = body.rstrip("\n") + "\n\n" + section
-    return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n{body}"
+        card.text = card.text.rstrip("\n") + "\n\n" + section
+    return str(card.content)
 
 
-def _split(card: str) -> tuple[dict[str, Any], str]:
-    found = FRONT.match(card)
-    if not found:
-        return {}, card
-    try:
-        front = yaml.safe_load(found[1])
-    except yaml.YAMLError:
-        front = None
-    if not isinstance(front, dict):
-        log.warning("%s of the policy: its front matter is no YAML mapping; it is kept as text", CARD)
-        return {}, card
-    return front, card[found.end() :]
+def _card(text: str) -> RepoCard:
+    """RepoCard, not ModelCard: that one rewrites the evaluation results in the front matter, or refuses them."""
+    if text.lstrip().startswith("---"):
+        try:
+            return RepoCard(text)
+        except (ValueError, yaml.YAMLError):
+            log.warning("%s of the policy: its front matter is not a YAML mapping; it is kept as text", CARD)
+    return RepoCard("---\n{}\n---\n" + text)
 
 
 def _section(made: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
@@ -104,6 +97,19 @@ def _section(made: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
     )
     before = made["regression_steps"]
     regression = f"{before} of hidden-state regression, then " if before else ""
+    tokens = sft["batch_tokens"] * sft["grad_accum"] * sft["num_processes"]
+    low, high = made["entropy_range"]
+    facts = {
+        "heads before": made["heads_from"],
+        "depth": str(made["mtp_depth"]),
+        "loss": loss,
+        "steps": f"{regression}{made['steps']}, {sft['optimizer']}, learning rate {sft['lr']:g} {sft['lr_schedule']}, "
+        f"{tokens} tokens a step at most",
+        "text": f"{data['num_train']} {source}, {sampler}",
+        "temperature": f"{made['temperature']:g}, of the text, the loss and the scores",
+        "target entropy": f"{made['entropy_nats']:.3f} nats; sequences from {low:.3f} to {high:.3f}",
+        "seed": str(made["seed"]),
+    }
     lines = [
         "## MTP heads for speculative decoding",
         "",
@@ -117,19 +123,7 @@ def _section(made: Mapping[str, Any], policy: Mapping[str, Any]) -> str:
         "",
         "Without `draft_sample_method` vLLM drafts greedily, and accepts less of what these heads draft.",
         "",
-        "| | |",
-        "|---|---|",
-        f"| heads before | {made['heads_from']} |",
-        f"| depth | {made['mtp_depth']} |",
-        f"| loss | {loss} |",
-        f"| steps | {regression}{made['steps']}, {sft['optimizer']}, learning rate {sft['lr']:g} "
-        f"{sft['lr_schedule']}, "
-        f"{sft['batch_tokens'] * sft['grad_accum'] * sft['num_processes']} tokens a step at most |",
-        f"| text | {data['num_train']} {source}, {sampler} |",
-        f"| temperature | {made['temperature']:g}, of the text, the loss and the scores |",
-        f"| target entropy | {made['entropy_nats']:.3f} nats; sequences from {made['entropy_range'][0]:.3f} to "
-        f"{made['entropy_range'][1]:.3f} |",
-        f"| seed | {made['seed']} |",
+        format_table(list(facts.items()), ["", ""], style="markdown"),
         "",
         f"Scored on {data['num_heldout']} held-out sequences at T = {made['temperature']:g}. α is the overlap "
         "sum min(p, q) at each depth for itself; the acceptance length is in tokens per target forward, exact for text "

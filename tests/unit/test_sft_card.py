@@ -118,7 +118,21 @@ def test_a_card_says_which_vllm_serves_the_directory_and_how(config, anywhere):
     }
 
 
-@pytest.mark.parametrize("front", ["- a", "title: My model: the best", "My model", ""])
+def test_bytes_that_are_no_text_stay_as_they_were(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "README.md").write_bytes(b"---\nauthor: Jos\xe9\n---\ncaf\xe9 \xff\n")
+    write_card(tmp_path, MADE)
+    card = (tmp_path / "README.md").read_bytes()
+    assert b"author: Jos\xe9" in card and b"caf\xe9 \xff\n" in card and b"MTP heads" in card
+
+
+def test_evaluation_results_of_the_policys_card_stay(tmp_path):
+    own = "---\nmodel-index:\n- name: owl\n  results:\n  - task: {type: x}\n    odd: [1]\n---\n# Owl\n"
+    results = _front(merge(own, MADE, CONFIG))["model-index"]
+    assert results == [{"name": "owl", "results": [{"task": {"type": "x"}, "odd": [1]}]}]
+
+
+@pytest.mark.parametrize("front", ["- a", "title: My model: the best", "My model"])
 def test_front_matter_that_is_no_mapping_costs_no_training(front):
     """The card is the last thing that a run writes."""
     odd = f"---\n{front}\n---\n# Mine\n"
