@@ -139,11 +139,8 @@ def test_killed_parent_takes_its_children_along(tmp_path):
     assert not child_folder.exists()
 
 
-@pytest.mark.parametrize(
-    ("end", "clean"), [("from bebop.processes import leave; leave(0)", True), ("os._exit(0)", False)]
-)
-def test_leaving_early_reports_no_leaked_semaphore(end, clean):
+def test_leaving_early_reports_no_leaked_semaphore():
     """tqdm's lock is a semaphore; the warning would follow the last line of a run."""
-    code = f"import os; from tqdm import tqdm; list(tqdm(range(3))); {end}"
+    code = "from tqdm import tqdm; list(tqdm(range(3))); from bebop.processes import leave; leave(0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and ("leaked semaphore" not in done.stderr) is clean
+    assert done.returncode == 0 and "leaked" not in done.stderr
