@@ -140,7 +140,7 @@ class ErrorFile:
         except BadInput:
             written = None
         if written:
-            return f"{pick(written)} (traceback in {self.path})"
+            return f"{pick(written)} (traceback in {self.path}, output {output})"
         how = f"exit code {exit_code}"
         if exit_code < 0:
             name = signal.Signals(-exit_code).name
