@@ -183,7 +183,7 @@ def test_a_finished_run_is_not_trained_again(config, whole):
     assert again.summary["heads_checksum"] == whole.summary["heads_checksum"]
     assert len(_curve(whole.checkpoint.parent)) == SFT.steps
     other = config.model_copy(update={"loss": Loss(name="tv")})
-    with pytest.raises(ConfigError, match="another loss"):
+    with pytest.raises(ConfigError, match=r"loss.name=e2e_tv, this one has loss.name=tv"):
         run(other, whole.checkpoint.parent)
 
 
