@@ -40,7 +40,8 @@ def main(policy: str, rounds_file: str, out: str, *temperatures: str) -> None:
         for i, request in enumerate(current):
             record = {"request": request, "anchor": anchors[i], "next": next_tokens[i]}
             record["temperature"] = params.temperature
-            records.append(record | {"drafts": drafts[i].tolist(), "q": self._last_draft_probs[i].clone()})
+            q = None if self._last_draft_probs is None else self._last_draft_probs[i].clone()  # None where greedy
+            records.append(record | {"drafts": drafts[i].tolist(), "q": q})
         return drafts
 
     GPUModelRunner.propose_draft_token_ids, SpecDecodeBaseProposer.propose = step, propose

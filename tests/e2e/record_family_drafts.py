@@ -20,7 +20,7 @@ def main(folder: str, rounds_file: str, *names: str) -> None:
     for name in names:
         policy = Path(folder) / name
         try:
-            record(str(policy), rounds_file, str(policy.with_suffix(".pt")), "1.0")
+            record(str(policy), rounds_file, str(policy.with_suffix(".pt")), "1.0", "0.0")
         except Exception:
             policy.with_suffix(".txt").write_text(traceback.format_exc())
         gc.collect()

@@ -28,18 +28,23 @@ from bebop.records import Sampling
 from bebop.sft import run
 
 DEPTH = 3
-MODEL_TYPES = ("qwen3_5_text", "qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text", "mimo")
+# the engine's attention on a CPU takes heads of a width of 32 and more
+POLICIES = {
+    **{name: {} for name in ("qwen3_5_text", "qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text")},
+    "mimo": {"num_heads": 2},
+    "llama": {"num_heads": 2, "tied": True},
+    "qwen3": {"num_heads": 2, "head_dim": 64},  # num_heads * head_dim is not hidden_size
+    "qwen3_moe": {"head_dim": 32},
+}
 
 
 @pytest.fixture(scope="module")
 def folder(repo, tmp_path_factory) -> Path:
     """One random policy of each family, and the drafts of a real run on it: a prompt of one token, and longer ones."""
     folder = tmp_path_factory.mktemp("families")
-    for seed, model_type in enumerate(MODEL_TYPES):
-        heads = (
-            2 if model_type == "mimo" else 4
-        )  # others have heads of their own width, which the engine takes from 32 on
-        random_checkpoint(folder / model_type, model_type=model_type, num_heads=heads, seed=seed, linear_layers=False)
+    for seed, (model_type, values) in enumerate(POLICIES.items()):
+        values = {"num_heads": 4} | values
+        random_checkpoint(folder / model_type, model_type=model_type, seed=seed, linear_layers=False, **values)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 300, (n,), generator=generator).tolist() for n in (1, 2, 7, 33, 70)]
     (folder / "rounds.json").write_text(json.dumps([prompts]))
@@ -50,20 +55,17 @@ def folder(repo, tmp_path_factory) -> Path:
         "HF_HUB_OFFLINE": "1",
     }
     script = Path(__file__).with_name("record_family_drafts.py")
-    command = [sys.executable, script, folder, folder / "rounds.json", *MODEL_TYPES]
-    done = subprocess.run(command, cwd=repo, env=environment, capture_output=True, text=True, timeout=500)
+    command = [sys.executable, script, folder, folder / "rounds.json", *POLICIES]
+    done = subprocess.run(command, cwd=repo, env=environment, capture_output=True, text=True, timeout=700)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return folder
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", POLICIES)
 @torch.no_grad()
 def test_training_drafts_equal_the_engines_in_every_family(folder, model_type):
-    failed = folder / f"{model_type}.txt"
-    assert not failed.exists(), failed.read_text()[-3000:]
-    # A last step may accept beyond max_tokens: its text is cut, so its anchor is not in it.
-    records = [r for r in torch.load(folder / f"{model_type}.pt") if r["anchor"] < len(r["text"])]
+    records = [r for r in records_of(folder, model_type) if r["temperature"] == 1.0]
     backbone = load_backbone(folder / model_type, dtype=torch.float32)
     head = load_heads(folder / model_type)
     documents = [[*r["text"][: r["anchor"] + 1], r["next"], *r["drafts"][: DEPTH - 1]] for r in records]
@@ -78,6 +80,26 @@ def test_training_drafts_equal_the_engines_in_every_family(folder, model_type):
     assert len(records) > 30
     assert any(r["anchor"] == 0 for r in records), "no anchor at position 0, where some families mask the embedding"
     assert (worst < 1e-4).all()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("model_type", POLICIES)
+@torch.no_grad()
+def test_greedy_text_with_speculation_is_that_of_transformers(folder, model_type):
+    model = load_backbone(folder / model_type, dtype=torch.float32).model
+    texts = {tuple(r["text"]) for r in records_of(folder, model_type) if r["temperature"] == 0.0}
+    assert len(texts) == 5
+    for text in texts:
+        length = len(text) - 24
+        expected = model(torch.tensor([text])).logits[0, length - 1 : -1].argmax(-1)
+        assert list(text[length:]) == expected.tolist()
+
+
+def records_of(folder: Path, model_type: str) -> list[dict]:
+    """Drafts of a real run. A last step may accept beyond max_tokens: its text is cut, so its anchor is not in it."""
+    failed = folder / f"{model_type}.txt"
+    assert not failed.exists(), failed.read_text()[-3000:]
+    return [r for r in torch.load(folder / f"{model_type}.pt") if r["anchor"] < len(r["text"])]
 
 
 @pytest.mark.e2e

@@ -7,16 +7,24 @@ version is left alone with one log line, and bebop's own engine refuses to start
 
 from __future__ import annotations
 
+import logging
+
+logger = logging.getLogger("bebop.engines")
+
 
 def register() -> None:
-    """Apply the fixes that the installed vLLM and platform need. Safe to call any number of times.
+    """Let vLLM serve bebop's policies, and apply the fixes that it needs here. Safe to call any number of times.
 
-    And let transformers know the config of MiMo as published, which vLLM has the model of, but would take the
-    checkpoint's own code to read.
+    The policies are those of family `decoder` (registration.py), and MiMo as published, whose config transformers
+    learns from bebop.mtp; without that, vLLM would take the checkpoint's own code to read it.
     """
     import bebop.mtp.mimo_config  # noqa: F401
-    from bebop.engines.vllm_engine import fixes
+    from bebop.engines.vllm_engine import fixes, registration
     from bebop.engines.vllm_engine.environment import enter_engine_process
 
     enter_engine_process()
     fixes.apply_all()
+    try:
+        registration.register()
+    except (ImportError, AttributeError) as error:
+        logger.warning("bebop leaves vLLM as it is, MTP heads of Llama, Qwen3 and the like are not served: %s", error)
