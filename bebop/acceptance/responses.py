@@ -20,14 +20,14 @@ from bebop.backbone.hidden_states import HiddenStates
 from bebop.data.batches import pack_rows
 from bebop.data.self_distill import TextRow
 from bebop.errors import BadInput
-from bebop.mtp import Head
+from bebop.mtp import MtpHead
 
 BATCH_TOKENS = 4096
 
 
 @torch.no_grad()
 def score_responses(
-    backbone: Backbone, head: Head, rows: Sequence[TextRow], *, depth: int, temperature: float, seed: int
+    backbone: Backbone, head: MtpHead, rows: Sequence[TextRow], *, depth: int, temperature: float, seed: int
 ) -> AnchorScores:
     """Score the heads on responses sampled at `temperature`.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from bebop.data.batches import TrainBatch
 from bebop.errors import BadInput
 from bebop.head_training.objective import anchor_rows
-from bebop.mtp import Head
+from bebop.mtp import MtpHead
 from bebop.spec import RULES, DraftScores
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once
@@ -82,7 +82,7 @@ class AnchorScores(DraftScores):
 
 @torch.no_grad()
 def score_anchors(
-    head: Head,
+    head: MtpHead,
     batch: TrainBatch,
     embed_weight: Tensor,
     lm_head_weight: Tensor,
@@ -120,7 +120,7 @@ def score_anchors(
 
 
 def score_batches(
-    head: Head, batches: Iterable[TrainBatch], embed_weight: Tensor, lm_head_weight: Tensor, *, temperature: float
+    head: MtpHead, batches: Iterable[TrainBatch], embed_weight: Tensor, lm_head_weight: Tensor, *, temperature: float
 ) -> AnchorScores:
     """`score_anchors` over all batches of a text, whose documents are numbered in order. Raises ValueError without an
     anchor."""

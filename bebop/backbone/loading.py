@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bebop.errors import BadInput
 from bebop.mtp import family_of
-from bebop.mtp.checkpoint import Tensors, read_config
+from bebop.mtp.checkpoint import Tensors, read_config, refuse_biases
 from bebop.mtp.families import decoder_config
 
 ROW_TOKENS = 8192  # padded tokens in one forward
@@ -76,9 +76,12 @@ def load_backbone(path: Path, *, dtype: torch.dtype, device: str | torch.device 
     if not (path / "config.json").is_file():
         raise BadInput(f"policy {path}: no config.json there; expected a Hugging Face directory")
     raw = read_config(path)
-    roots = family_of(raw, path).roots(Tensors(path), decoder_config(raw))
+    family, tensors = family_of(raw, path), Tensors(path)
+    roots = family.roots(tensors, decoder_config(raw))
     stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(path))]
-    ignored = [*(getattr(stock, "_keys_to_ignore_on_load_unexpected", None) or []), *map(re.escape, roots)]
+    refuse_biases(tensors, raw)
+    known = getattr(stock, "_keys_to_ignore_on_load_unexpected", None) or []
+    ignored = [*known, *map(re.escape, [*roots, *family.zero_biases(tensors, decoder_config(raw))])]
     # In the class's own module, where transformers looks up what its code supports.
     decoder = type(
         stock.__name__, (stock,), {"_keys_to_ignore_on_load_unexpected": ignored, "__module__": stock.__module__}

@@ -13,13 +13,12 @@ from bebop.config.heads import Loss
 from bebop.data.batches import TrainBatch
 from bebop.errors import BadInput
 from bebop.losses import head_loss, hidden_regression
-from bebop.mtp import draft_hidden
-from bebop.mtp.heads.mimo import Head
+from bebop.mtp import MtpHead, draft_hidden
 
 REGRESSION = "hidden_regression"
 
 
-def anchor_rows(head: Head, batch: TrainBatch, embed_weight: Tensor, depth: int) -> Tensor:
+def anchor_rows(head: MtpHead, batch: TrainBatch, embed_weight: Tensor, depth: int) -> Tensor:
     """[K,N,D] the head's output at the anchors, run depth by depth as an engine drafts."""
     packed = (batch.input_ids, batch.cu_seqlens, batch.position_ids)
     return draft_hidden(head, batch.hidden, embed_weight, *packed, depth, anchors=batch.anchors)
@@ -30,7 +29,7 @@ class HeadObjective(nn.Module):
 
     def __init__(
         self,
-        head: Head,
+        head: MtpHead,
         embed_weight: Tensor,
         lm_head_weight: Tensor,
         depth: int,

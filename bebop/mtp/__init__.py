@@ -1,19 +1,18 @@
 """MTP heads: the module as an engine serves it, families, initialisation, and the way in and out of checkpoints."""
 
 from bebop.mtp.checkpoint import checkpoint_checksums, checksum, trained_depth, write_checkpoint
-from bebop.mtp.families import FAMILIES, claimed_layers, family_of, is_head_name, known_family
-from bebop.mtp.heads.decoder_layer import ReusedHead
-from bebop.mtp.heads.mimo import HEAD_PREFIX, Head, MtpHead, draft_hidden, head_state
+from bebop.mtp.families import FAMILIES, MIMO, claimed_layers, family_of, is_head_name, known_family
+from bebop.mtp.head import MtpHead, draft_hidden, head_state
 from bebop.mtp.initialise import head_tensors, init_heads, load_heads
 from bebop.mtp.mimo import MiMoForCausalLM
+
+HEAD_PREFIX = MIMO.heads
 
 __all__ = [
     "FAMILIES",
     "HEAD_PREFIX",
-    "Head",
     "MiMoForCausalLM",
     "MtpHead",
-    "ReusedHead",
     "checkpoint_checksums",
     "checksum",
     "claimed_layers",

@@ -95,6 +95,15 @@ def num_mtp_layers(path: Path) -> int:
     return len(family.layers(Tensors(path), decoder_config(config)))
 
 
+def refuse_biases(tensors: Tensors, config: Mapping[str, Any]) -> None:
+    """Raise ValueError where a bias that has to be zero (families.Family.zero_biases) is not."""
+    family = known_family(config)
+    names = family.zero_biases(tensors, decoder_config(config)) if family else []
+    wrong = [name for name in names if name in tensors and bool(tensors[name].any())]
+    if wrong:
+        raise BadInput(f"{tensors.path}: {wrong[0]} is not zero; transformers' decoder has no bias there")
+
+
 def write_checkpoint(
     source_dir: Path,
     dest_dir: Path,
@@ -227,7 +236,21 @@ def _check_claims(source_dir: Path, config: dict[str, Any], names: set[str]) -> 
         )
     if layers and family.projection(decoder) not in names:
         raise BadInput(f"{source_dir}: MTP layer 0 lacks {family.projection(decoder)}, expected a whole one")
+    biases = family.zero_biases(names, decoder)
+    if layers and biases:
+        _check_biased(source_dir, decoder, [name for name in biases if name not in names])
     return config
+
+
+def _check_biased(source_dir: Path, decoder: Mapping[str, Any], missing: list[str]) -> None:
+    """What vLLM's MiMo class takes for granted of a decoder with q/k norms and without biases (Qwen3)."""
+    width = decoder["num_attention_heads"] * (decoder.get("head_dim") or 0)
+    if missing or not decoder.get("qk_norm") or width != decoder["hidden_size"]:
+        raise BadInput(
+            f"{source_dir}: {decoder['model_type']} in MiMo's layout with {len(missing)} biases missing {missing[:1]}, "
+            f"qk_norm={decoder.get('qk_norm')}, num_attention_heads * head_dim = {width}; expected zero biases of q, k "
+            f"and v, qk_norm=true and hidden_size={decoder['hidden_size']}"
+        )
 
 
 def _with_decoder(config: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

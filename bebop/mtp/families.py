@@ -18,8 +18,10 @@ copies and further layers are kept as they are, and never trained.
 of the policy's own class. A directory of it is served by vLLM wherever bebop is installed.
 
 MiMo's model_type is `mimo` as published, `qwen2` in bebop's own layout (bebop.policies.layout): one decoder, Qwen2's.
+Qwen3 can take that layout too, with `architectures: [MiMoForCausalLM]`, `qk_norm: true` and zero biases of q, k and v:
+a vLLM without bebop serves it, if num_attention_heads * head_dim is hidden_size.
 
-A new family is a row of `FAMILIES`; what a row cannot say (MiMo: bebop.mtp.heads.mimo) needs a module of its own.
+A new family is a row of `FAMILIES`, and the head of each is bebop.mtp.head.
 """
 
 from __future__ import annotations
@@ -54,6 +56,9 @@ class Family:
     rotary: str = "RotaryEmbedding"
     zero_at_start: bool = False
     chains_normed: bool = True
+    hidden_first: bool = False  # the projection reads the hidden state, then the embedding
+    before_norm: bool = False  # the hidden state of depth 1 is the one before the backbone's final norm
+    biased: tuple[str, ...] = ()  # model types without biases of q, k and v, where the engine's classes have them
 
     def first(self, config: Any) -> str:
         """Prefix of layer 0's tensors. config: of the decoder, transformers' or that part of a config.json."""
@@ -76,6 +81,16 @@ class Family:
         """What the names of MTP tensors among `names` begin with, each root of no other tensor."""
         heads = (name for name in names if self.is_head(name, config))
         return {re.match(self.number, name)[0] for name in heads} if "{n}" in self.prefix else {self.heads}
+
+    def zero_biases(self, names: Iterable[str], config: Any) -> list[str]:
+        """Biases that a checkpoint with tensors of these names has to hold, as zeros, and transformers' decoder lacks.
+
+        The engine's class has them, and does not say when it finds none: they would be uninitialised memory.
+        """
+        if _value(config, "model_type") not in self.biased:
+            return []
+        found = (re.fullmatch(r"(.*\bself_attn\.[qkv]_proj)\.weight", name) for name in names)
+        return [f"{match[1]}.bias" for match in found if match]
 
     def projection(self, config: Any) -> str:
         """Name of layer 0's projection."""
@@ -122,8 +137,17 @@ MIMO = Family(
     heads="model.mtp_layers.",
     number=r"model\.mtp_layers\.(\d+)\.",
     proj="input_proj",
-    parts={"": ""},
+    parts={
+        "hidden_norm": "hidden_layernorm",
+        "token_norm": "token_layernorm",
+        "proj": "input_proj",
+        "norm": "final_layernorm",
+        "layer": "",
+    },
     zero_at_start=True,
+    hidden_first=True,
+    before_norm=True,
+    biased=("qwen3",),
 )
 DECODER = Family(
     name="decoder",

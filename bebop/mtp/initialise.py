@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from bebop.errors import BadInput
-from bebop.mtp.checkpoint import Tensors, read_config
-from bebop.mtp.families import MIMO, Family, claimed_layers, decoder_config, family_of
-from bebop.mtp.heads.decoder_layer import ReusedHead
-from bebop.mtp.heads.mimo import Head, MtpHead, head_state
+from bebop.mtp.checkpoint import Tensors, read_config, refuse_biases
+from bebop.mtp.families import Family, claimed_layers, decoder_config, family_of
+from bebop.mtp.head import MtpHead, head_state
 from bebop.mtp.names import FLOAT32, cast, from_checkpoint, stacks_experts, to_checkpoint
 
 
-def load_heads(path: Path) -> Head | None:
+def load_heads(path: Path) -> MtpHead | None:
     """The head of a policy directory in the checkpoint's dtype, or None where it has none.
 
     An engine that reuses one head recursively serves layer 0, so that is the one loaded. Copies of the policy's
@@ -36,6 +35,7 @@ def load_heads(path: Path) -> Head | None:
         return None
     if not claimed and family.count_key in decoder:
         raise BadInput(f"{path}: MTP tensors without a claim; set {family.count_key}=1 in config.json")
+    refuse_biases(tensors, config)
     head = _new_head(family, path, tensors)
     expected = {name.removeprefix(prefix) for name in head_state(head)}
     missing = sorted(expected - found.keys())
@@ -47,11 +47,12 @@ def load_heads(path: Path) -> Head | None:
             f"{path}: {len(found)} tensors {prefix}*, expected {len(expected)}; missing {_few(missing)}, "
             f"unexpected {_few(unexpected)}{_hint(unexpected)}"
         )
+    expected -= set(family.zero_biases(expected, decoder))
     _fill(head, from_checkpoint(family.parts, {name: tensors[found[name]] for name in expected}))
     return head
 
 
-def init_heads(policy_dir: Path, how: Literal["last_layer", "random"] = "last_layer", seed: int = 0) -> Head:
+def init_heads(policy_dir: Path, how: Literal["last_layer", "random"] = "last_layer", seed: int = 0) -> MtpHead:
     """A fresh head for a policy, in its family's layout and its dtype.
 
     last_layer: the decoder layer from the policy's last one (the last with full attention), the head's norm from the
@@ -106,33 +107,32 @@ def _stacked(family: Family, decoder: Mapping[str, Any], tensors: Mapping[str, T
     return stacks_experts([name for name in tensors if family.is_head(name, decoder)] or tensors)
 
 
-def _new_head(family: Family, path: Path, tensors: Tensors) -> Head:
+def _new_head(family: Family, path: Path, tensors: Tensors) -> MtpHead:
     config = AutoConfig.from_pretrained(path).get_text_config()
-    if family is MIMO:
-        return MtpHead(config, tensors[final_norm(tensors)])
-    return ReusedHead(family, config, stacked=_stacked(family, decoder_config(read_config(path)), tensors))
+    stacked = _stacked(family, decoder_config(read_config(path)), tensors)
+    return MtpHead(family, config, tensors[final_norm(tensors)] if family.before_norm else None, stacked=stacked)
 
 
-def _copy_last_layer(head: Head, tensors: Tensors) -> None:
-    config, (norm, layer) = head.config, ("final_layernorm", "") if head.family is MIMO else ("norm", "layer")
+def _copy_last_layer(head: MtpHead, tensors: Tensors) -> None:
+    config = head.config
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     if "full_attention" not in kinds:
         raise BadInput(f"{tensors.path}: no layer with full attention to copy; set model.mtp_init=random")
     last = max(i for i, kind in enumerate(kinds) if kind == "full_attention")
     prefix = f"{_decoder_prefix(tensors)}layers.{last}."
     source = {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
-    values = from_checkpoint({layer: ""}, source) | {f"{norm}.weight": tensors[final_norm(tensors)]}
+    values = from_checkpoint({"layer": ""}, source) | {"norm.weight": tensors[final_norm(tensors)]}
     parameters = dict(head.named_parameters())
-    absent = [name for name in parameters if layer and name.startswith(f"{layer}.") and name not in values]
+    absent = [name for name in parameters if name.startswith("layer.") and name not in values]
     if absent:
         raise BadInput(
-            f"{tensors.path}: layer {last} has no {absent[0].removeprefix(layer + '.')}, as the head's layer; "
+            f"{tensors.path}: layer {last} has no {absent[0].removeprefix('layer.')}, as the head's layer; "
             "set model.mtp_init=random"
         )
     for name in parameters.keys() & values.keys():
         parameters[name].copy_(values[name])
     half = torch.eye(config.hidden_size) / 2
-    parameters["input_proj.weight" if head.family is MIMO else "proj.weight"].copy_(torch.cat([half, half], 1))
+    parameters["proj.weight"].copy_(torch.cat([half, half], 1))
 
 
 def _few(names: list[str]) -> str:
@@ -144,7 +144,7 @@ def _hint(unexpected: list[str]) -> str:
     return "; quantised heads cannot be trained, convert the checkpoint to bfloat16" if quantised else ""
 
 
-def _fill(head: Head, values: dict[str, Tensor]) -> None:
+def _fill(head: MtpHead, values: dict[str, Tensor]) -> None:
     for name, parameter in head.named_parameters():
         if parameter.shape != values[name].shape:
             raise BadInput(

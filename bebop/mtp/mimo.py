@@ -1,19 +1,32 @@
-"""MiMo as published for transformers' auto classes: Qwen2's decoder, without the checkpoint's own code."""
+"""MiMo as published, `model_type: mimo`, for transformers: Qwen2's decoder, without the code in the checkpoint.
+
+Importing this module registers it; what transformers has for it is left in place. The layout of its heads is a row of
+bebop.mtp.families.
+"""
 
 from __future__ import annotations
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, Qwen2Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
-from bebop.mtp.mimo_config import MiMoConfig
+MODEL_TYPE = "mimo"
+
+
+class MiMoConfig(Qwen2Config):
+    """Qwen2's config under MiMo's name; `num_nextn_predict_layers` and the like are kept as they come."""
+
+    model_type = MODEL_TYPE
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """Qwen2's decoder; the MTP layers are left to bebop.mtp.heads.mimo."""
+    """Qwen2's decoder, which leaves the MTP layers alone."""
 
     config_class = MiMoConfig
     _keys_to_ignore_on_load_unexpected = (r"model\.mtp_layers\.",)
 
 
+if MODEL_TYPE not in CONFIG_MAPPING:
+    AutoConfig.register(MODEL_TYPE, MiMoConfig)
 if MiMoConfig not in MODEL_FOR_CAUSAL_LM_MAPPING:
     AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)

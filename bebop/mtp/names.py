@@ -25,6 +25,9 @@ def to_checkpoint(family: Family, config: Any, state: Mapping[str, Tensor], *, s
     """A head's tensors under their names in a checkpoint. stacked: the form of the experts. Shares memory."""
     table = list(family.parts.items())
     named = {family.first(config) + _renamed(name, table): tensor for name, tensor in state.items()}
+    for bias in family.zero_biases(named, config):
+        weight = named[f"{bias.removesuffix('bias')}weight"]
+        named[bias] = weight.new_zeros(len(weight))
     return named if stacked else split_experts(named)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from bebop.errors import BadInput
 from bebop.mtp import head_state, init_heads, write_checkpoint
+from bebop.mtp.checkpoint import Tensors, read_config
+from bebop.mtp.families import MIMO
 from bebop.mtp.names import cast
 
 # as in published configs: vLLM reads partial_rotary_factor from beside rope_parameters, where transformers leaves .25
@@ -105,20 +109,34 @@ def family_config(
     )
 
 
-def write_random_family(dest: Path, config: Any, seed: int, *, mtp: bool) -> None:
-    """Write a random policy of `config` beside the tokenizer in `dest`, with a random MTP layer if `mtp`."""
+def write_random_family(dest: Path, config: Any, seed: int, *, mtp: bool, layout: str | None = None) -> None:
+    """Write a random policy of `config` beside the tokenizer in `dest`, with a random MTP layer if `mtp`.
+
+    layout: "mimo" of a Qwen3 policy, see bebop.mtp.families.
+    """
     from transformers import AutoModelForCausalLM
 
     generator = torch.Generator().manual_seed(seed)
     network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _draw(network, generator)
     network.to(getattr(torch, str(config.dtype).removeprefix("torch."))).save_pretrained(dest)
+    if layout == "mimo":
+        _as_mimo(dest)
     if mtp:
         head = init_heads(dest, "random", seed).float()
         _draw(head, generator)
         dtype = next(network.parameters()).dtype
         provenance = {"made_by": "bebop.backbone.random_checkpoint", "seed": seed}
         write_checkpoint(dest, dest, cast(head_state(head), dtype), provenance)
+
+
+def _as_mimo(dest: Path) -> None:
+    raw = read_config(dest) | {"architectures": [MIMO.architecture], "qk_norm": True}
+    tensors = dict(Tensors(dest))
+    for name in MIMO.zero_biases(list(tensors), raw):
+        tensors[name] = torch.zeros(len(tensors[f"{name.removesuffix('bias')}weight"]))
+    (dest / "config.json").write_text(json.dumps(raw, indent=2))
+    save_file(tensors, dest / "model.safetensors", metadata={"format": "pt"})
 
 
 @torch.no_grad()

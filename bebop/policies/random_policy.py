@@ -44,12 +44,14 @@ def random_checkpoint(
     linear_layers: bool = True,
     tied: bool = False,
     head_dim: int | None = None,
+    layout: Literal["mimo"] | None = None,
 ) -> Path:
     """Write a random checkpoint into `dest` and return it.
 
     model_type: qwen2 is the MiMo layout, mimo the same as MiMo is published; or another of bebop.mtp.families,
     linear_layers: with its linear attention. tied: lm_head is the embeddings, for other than MiMo's two. head_dim: of
     llama, mistral, qwen3 and qwen3_moe; hidden_size / num_heads where None.
+    layout: qwen3 in MiMo's, which a vLLM without bebop serves.
     vocab: "tiny" takes the tiny policy's tokenizer; an integer n a trivial one with the ids 0..n-1.
     Logits have standard deviation 1.2 or so and depend on the whole prefix, so that distributions are neither flat nor
     certain and the MTP layer agrees with the decoder in part.
@@ -75,7 +77,7 @@ def random_checkpoint(
         from bebop.policies.random_family import family_config, write_random_family
 
         other = family_config(model_type, **sizes, linear_layers=linear_layers, tied=tied, head_dim=head_dim)
-        write_random_family(dest, other, seed, mtp=mtp)
+        write_random_family(dest, other, seed, mtp=mtp, layout=layout)
         return dest
     config = config_dict(**sizes, mtp=mtp)
     if model_type == "mimo":

@@ -76,10 +76,10 @@ def _bebop(vocab_size: int, anchors: int, depth: int, width: int) -> Any:
     from bebop.data.packing import anchor_labels, pack, target_index
     from bebop.data.packing import anchors as anchors_of
     from bebop.head_training.objective import HeadObjective
-    from bebop.mtp import ReusedHead, family_of
+    from bebop.mtp import MtpHead, family_of
 
     config = _config(vocab_size, width)
-    head = ReusedHead(family_of(config.to_dict()), config).to(_device())
+    head = MtpHead(family_of(config.to_dict()), config).to(_device())
     embed, lm_head = (torch.randn(vocab_size, width, device=_device()) for _ in range(2))
     objective = HeadObjective(head, embed, lm_head, depth, Loss())
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from bebop.backbone import load_backbone
 from bebop.config import Model, TinyModel
-from bebop.mtp import init_heads, load_heads
+from bebop.mtp import head_state, init_heads, load_heads
 from bebop.policies import prepare_policy, random_checkpoint
 from bebop.store.files import cached
 
@@ -151,8 +151,8 @@ def test_plain_qwen2_directory_gets_an_mtp_layer_and_keeps_its_tensors(tmp_path,
     made = prepare_policy(Model(name="hf", path=source), 0)
     before, after = load_file(source / "model.safetensors"), load_file(made / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
-    expected = init_heads(source, "last_layer", 0).state_dict()
-    heads = {name.removeprefix("model.mtp_layers.0."): t for name, t in after.items() if "mtp_layers" in name}
+    expected = head_state(init_heads(source, "last_layer", 0))
+    heads = {name: tensor for name, tensor in after.items() if "mtp_layers" in name}
     assert heads.keys() == expected.keys()
     assert all(torch.equal(heads[name], expected[name]) for name in expected)
 

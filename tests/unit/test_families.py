@@ -15,7 +15,6 @@ from bebop.backbone import load_backbone
 from bebop.data import anchor_labels, anchors, pack, target_index
 from bebop.losses import head_loss
 from bebop.mtp import (
-    ReusedHead,
     checkpoint_checksums,
     checksum,
     draft_hidden,
@@ -29,9 +28,9 @@ from bebop.mtp import (
 from bebop.mtp.checkpoint import HEADS_SHARD, INDEX, Tensors, num_mtp_layers
 from bebop.policies import random_checkpoint
 
-OWN = {"llama": {"tied": True}, "qwen3_moe": {"head_dim": 24}}  # of family `decoder`
-REUSED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe", *OWN)
-NATIVE = ("mimo", *REUSED)
+# llama and qwen3_moe in the layout of family `decoder`
+OWN = {"llama": {"tied": True}, "qwen3_moe": {"head_dim": 24}, "qwen3": {"layout": "mimo"}}
+NATIVE = ("mimo", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe", *OWN)
 COUNT = {name: "mtp_num_hidden_layers" if "3_5" in name else "num_nextn_predict_layers" for name in NATIVE}
 CU = torch.tensor([0, 3, 14, 20])
 IDS = torch.randint(5, 300, (20,), generator=torch.Generator().manual_seed(1))
@@ -47,12 +46,6 @@ def policies(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(params=NATIVE)
 def policy(request, policies) -> Path:
-    return policies[request.param]
-
-
-@pytest.fixture(params=REUSED)
-def reused(request, policies) -> Path:
-    """Those whose head is a decoder layer of transformers."""
     return policies[request.param]
 
 
@@ -77,20 +70,25 @@ def split(policy: Path, dest: Path) -> Path:
     return dest
 
 
+def projected(head, state, embedding):
+    parts = [head.token_norm(embedding), head.hidden_norm(state)]
+    return head.proj(torch.cat(parts[::-1] if head.family.hidden_first else parts, -1))
+
+
 @torch.no_grad()
-def test_depth_one_is_the_stock_layer_over_the_document(reused):
+def test_depth_one_is_the_stock_layer_over_the_document(policy):
     """With no chain yet, our attention is plain causal attention: transformers' own layer, unpatched, says the same."""
-    head, backbone = load_heads(reused), load_backbone(reused, dtype=torch.float32)
+    head, backbone = load_heads(policy), load_backbone(policy, dtype=torch.float32)
     hidden = backbone.hidden(IDS, POSITIONS, CU)
     (drafts,) = draft_hidden(head, hidden, backbone.embed_weight, IDS, CU, POSITIONS, 1)
-    assert isinstance(head, ReusedHead)
     stock = head.layer
     stock.self_attn.config._attn_implementation = "eager"
+    hidden = hidden / (head.backbone_norm if head.family.before_norm else 1)
     for start, end in zip(CU[:-1].tolist(), CU[1:].tolist(), strict=True):
         e = backbone.embed_weight[IDS[(torch.arange(start, end) + 1).clamp(max=len(IDS) - 1)]]
         if head.family.zero_at_start:
             e[0] = 0
-        x = head.proj(torch.cat([head.token_norm(e), head.hidden_norm(hidden[start:end])], -1))[None]
+        x = projected(head, hidden[start:end], e)[None]
         mask = torch.full((end - start, end - start), -torch.inf).triu(1)[None, None]
         rotary = head._rotary[0](x, POSITIONS[start:end][None])
         expected = head.norm(stock(x, position_embeddings=rotary, attention_mask=mask))[0]
@@ -98,22 +96,23 @@ def test_depth_one_is_the_stock_layer_over_the_document(reused):
 
 
 @torch.no_grad()
-def test_later_depths_are_the_engines_recursion(reused):
+def test_later_depths_are_the_engines_recursion(policy):
     """One anchor, step by step, as an engine drafts: each step's layer sees the causal keys and its own chain's."""
-    head, backbone = load_heads(reused), load_backbone(reused, dtype=torch.float32)
+    head, backbone = load_heads(policy), load_backbone(policy, dtype=torch.float32)
     hidden = backbone.hidden(IDS, POSITIONS, CU)
     got = draft_hidden(head, hidden, backbone.embed_weight, IDS, CU, POSITIONS, 3)
     start, anchor = 3, 9
     stock = head.layer
     stock.self_attn.config._attn_implementation = "eager"
     rows = torch.arange(start, anchor + 1)
+    hidden = hidden / (head.backbone_norm if head.family.before_norm else 1)
     state, inputs, positions = hidden[rows], [], []
     for depth in (1, 2, 3):
         e = backbone.embed_weight[IDS[rows + depth]]
         at = POSITIONS[rows] + depth - 1
         if head.family.zero_at_start:
             e = e.masked_fill((at == 0)[:, None], 0)
-        inputs.append(head.proj(torch.cat([head.token_norm(e), head.hidden_norm(state)], -1)))
+        inputs.append(projected(head, state, e))
         positions.append(at)
         x, place = torch.cat(inputs)[None], torch.cat(positions)[None]
         mask = torch.full((x.shape[1],) * 2, -torch.inf).triu(1)[None, None]
@@ -352,3 +351,37 @@ def test_a_model_with_eyes_keeps_its_decoder_behind_text_config(policies, tmp_pa
     out = write_checkpoint(source, tmp_path / "out", head_state(init_heads(source)), {})
     assert config_of(out)["text_config"]["mtp_num_hidden_layers"] == 1 and num_mtp_layers(out) == 1
     assert "model.visual.x.weight" in Tensors(out)
+
+
+def test_qwen3_in_mimos_layout_keeps_its_zero_biases_and_no_others_pass(policies, tmp_path):
+    source = policies["qwen3"]
+    biases = [name for name in Tensors(source) if name.endswith("_proj.bias")]
+    assert len(biases) == 3 * 3 and not any(Tensors(source)[name].any() for name in biases)
+    head = load_heads(source)
+    assert not any(name.endswith("bias") for name, _ in head.named_parameters())
+    assert {"layer.self_attn.q_norm.weight", "layer.self_attn.k_norm.weight"} <= dict(head.named_parameters()).keys()
+    out = write_checkpoint(source, tmp_path / "out", head_tensors(source, head.state_dict(), torch.float32), {})
+    assert all(not Tensors(out)[name].any() for name in biases)
+    for name, call in ((biases[0], load_heads), (biases[-1], lambda p: load_backbone(p, dtype=torch.float32))):
+        bent = shutil.copytree(source, tmp_path / name)
+        save_file(dict(Tensors(source)) | {name: Tensors(source)[name] + 1}, bent / "model.safetensors")
+        with pytest.raises(ValueError, match=r"proj\.bias is not zero"):
+            call(bent)
+    lacking = shutil.copytree(source, tmp_path / "lacking")
+    save_file({n: t for n, t in Tensors(source).items() if n != biases[0]}, lacking / "model.safetensors")
+    for policy, changes, message in (
+        (lacking, {}, "1 biases missing"),
+        (source, {"qk_norm": False}, "qk_norm=False"),
+        (source, {"hidden_size": 33}, "hidden_size=33"),
+    ):
+        other = shutil.copytree(policy, tmp_path / message.replace(" ", "-"))
+        (other / "config.json").write_text(json.dumps(config_of(other) | changes))
+        with pytest.raises(ValueError, match=message):
+            write_checkpoint(other, tmp_path / "never", {}, {})
+
+
+def test_a_sliding_window_that_binds_is_refused(tmp_path):
+    policy = random_checkpoint(tmp_path / "policy", model_type="mistral", mtp=False)
+    (policy / "config.json").write_text(json.dumps(config_of(policy) | {"sliding_window": 64}))
+    with pytest.raises(ValueError, match=r"sliding_window=64: .*expected null"):
+        init_heads(policy)

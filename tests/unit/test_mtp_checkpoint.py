@@ -168,8 +168,8 @@ def test_heads_start_from_the_last_layer(tiny_random):
     head, tensors = init_heads(tiny_random), Tensors(tiny_random)
     last = f"model.layers.{head.config.num_hidden_layers - 1}."
     for name in ("self_attn.q_proj.bias", "mlp.down_proj.weight", "input_layernorm.weight"):
-        assert torch.equal(head.state_dict()[name], tensors[last + name])
-    assert torch.equal(head.final_layernorm.weight, tensors["model.norm.weight"])
+        assert torch.equal(head.layer.state_dict()[name], tensors[last + name])
+    assert torch.equal(head.norm.weight, tensors["model.norm.weight"])
     assert checksum(head_state(head)) == checksum(head_state(init_heads(tiny_random, seed=9)))
     first, again, other = (init_heads(tiny_random, "random", seed) for seed in (0, 0, 1))
     assert checksum(head_state(first)) == checksum(head_state(again)) != checksum(head_state(other))

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from transformers import Qwen2Config
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
 
 from bebop.data import anchor_labels, anchors, pack, target_index
 from bebop.losses import head_loss
@@ -20,6 +20,7 @@ from bebop.mtp.chain_attention import (
     dense_causal_backward,
     naive_chain_attention,
 )
+from bebop.mtp.families import MIMO
 
 WIDTH, VOCAB, LENGTHS = 24, 19, (1, 9, 4, 30, 2, 17, 5)
 
@@ -37,7 +38,11 @@ def head(request):
         rms_norm_eps=1e-6,
         attn_implementation="eager",
     )
-    head = MtpHead(config, 1 + 0.3 * torch.randn(WIDTH))
+    head = MtpHead(MIMO, config, 1 + 0.3 * torch.randn(WIDTH))
+    for parent in list(head.modules()):  # transformers' norm computes in float32 whatever comes
+        for name, module in list(parent.named_children()):
+            if isinstance(module, Qwen2RMSNorm):
+                setattr(parent, name, torch.nn.RMSNorm(module.weight.shape, module.variance_epsilon))
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, 0.5 if parameter.dim() == 1 else 0, 0.3)
     return head.double()
@@ -63,11 +68,11 @@ def engine_loop(head, hidden, embed_weight, ids, anchor, depth):
     The layer is transformers' own, so nothing of bebop's attention is in here.
     """
     layer = Qwen2DecoderLayer(head.config, 0).double()
-    layer.load_state_dict({n: t for n, t in head.state_dict().items() if n in layer.state_dict()})
+    layer.load_state_dict(head.layer.state_dict())
     rotary = Qwen2RotaryEmbedding(head.config)
 
     def project(state, embedding):
-        return head.input_proj(torch.cat([head.hidden_layernorm(state), head.token_layernorm(embedding)], -1))
+        return head.proj(torch.cat([head.hidden_norm(state), head.token_norm(embedding)], -1))
 
     embedding = embed_weight[ids[1 : anchor + 2]].clone()
     embedding[0] = 0  # the engine masks the embedding at position 0
@@ -78,7 +83,7 @@ def engine_loop(head, hidden, embed_weight, ids, anchor, depth):
         cos, sin = rotary(inputs, torch.arange(length)[None])
         mask = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
         out = layer(inputs[None], attention_mask=mask, position_embeddings=(cos.double(), sin.double()))
-        outputs.append(head.final_layernorm(out[0, -1]))
+        outputs.append(head.norm(out[0, -1]))
         if k < depth:
             inputs = torch.cat([inputs, project(outputs[-1], embed_weight[ids[anchor + k + 1]])[None]])
     return torch.stack(outputs)
@@ -227,4 +232,4 @@ def test_a_final_norm_that_erased_a_channel_is_refused(head):
     norm = torch.ones(WIDTH)
     norm[3] = 0
     with pytest.raises(ValueError, match=r"backbone_norm: .* with 1 zeros"):
-        MtpHead(head.config, norm)
+        MtpHead(MIMO, head.config, norm)

@@ -2,7 +2,7 @@
 
 At depth k the head attends to the depth-1 keys of every position up to its anchor, which the head's cache holds, and to
 its own path's keys of depths 2..k, which a draft writes after them and the next draft overwrites
-(`bebop.mtp.heads.mimo`).
+(`bebop.mtp.head`).
 
 Legend: B requests, N nodes, D levels, W nodes expanded at a level, V vocabulary, S width of the hidden state.
 """

@@ -22,10 +22,8 @@ from torch import Tensor, nn
 from bebop.backbone import load_backbone
 from bebop.engines.torch_engine.kv_cache import Window
 from bebop.errors import EngineRefused
-from bebop.mtp import ReusedHead, is_head_name, load_heads
+from bebop.mtp import MtpHead, is_head_name, load_heads
 from bebop.mtp.checkpoint import Tensors, read_config
-from bebop.mtp.families import MIMO
-from bebop.mtp.heads.mimo import Head as TrainedHead
 from bebop.mtp.names import cast, split_experts, stacks_experts, to_checkpoint
 
 PACKED_ROWS = 16  # rows that the packed layout is chosen for; it serves any number
@@ -109,37 +107,31 @@ class Head:
     Depth 1 reads the backbone's hidden state, before its final norm if `before_norm`, later depths its own state.
     """
 
-    def __init__(self, head: TrainedHead, config: Any) -> None:
-        mimo, family = not isinstance(head, ReusedHead), head.family
-        names = ("hidden_layernorm", "token_layernorm", "input_proj", "final_layernorm")
-        hidden, token, projection, norm = names if mimo else ("hidden_norm", "token_norm", "proj", "norm")
-        self.eps = config.rms_norm_eps
-        self.before_norm = self.hidden_first = family is MIMO
-        self.zero_at_start, self.chains_normed = family.zero_at_start, family.chains_normed
+    def __init__(self, head: MtpHead, config: Any) -> None:
+        self.family, self.eps = head.family, config.rms_norm_eps
         self.hidden_norm, self.token_norm, self.norm = (
-            head.get_submodule(name).weight.detach() for name in (hidden, token, norm)
+            module.weight.detach() for module in (head.hidden_norm, head.token_norm, head.norm)
         )
-        self.layer = Layer(head if mimo else head.layer, config)
-        self.input = Projection({projection: head.get_submodule(projection)})
-        prefix = "" if mimo else "layer."
-        state = head.state_dict() | self.input.views | {prefix + n: view for n, view in self.layer.views.items()}
-        self.views = to_checkpoint(family, config, state, stacked=head.stacked)
+        self.layer = Layer(head.layer, config)
+        self.input = Projection({"proj": head.proj})
+        state = head.state_dict() | self.input.views | {f"layer.{n}": view for n, view in self.layer.views.items()}
+        self.views = to_checkpoint(head.family, config, state, stacked=head.stacked)
         self.projections = [*self.layer.projections, self.input]
 
     def __call__(
         self, state: Tensor, embedding: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor], window: Window
     ) -> Tensor:
         """state, embedding [B, T, D], positions [B, T] -> the next state [B, T, D]."""
-        if self.zero_at_start:
+        if self.family.zero_at_start:
             embedding = embedding.masked_fill((positions == 0).unsqueeze(-1), 0)
         parts = [self._normed(state, self.hidden_norm), self._normed(embedding, self.token_norm)]
-        x = self.input(torch.cat(parts if self.hidden_first else parts[::-1], -1))
+        x = self.input(torch.cat(parts if self.family.hidden_first else parts[::-1], -1))
         x = self.layer(x, rotary, window, 0)
-        return self._normed(x, self.norm) if self.chains_normed else x
+        return self._normed(x, self.norm) if self.family.chains_normed else x
 
     def output(self, state: Tensor) -> Tensor:
         """What the logits of the draft are read from."""
-        return state if self.chains_normed else self._normed(state, self.norm)
+        return state if self.family.chains_normed else self._normed(state, self.norm)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, self.eps)
@@ -240,7 +232,7 @@ class Policy:
 
     def first_state(self, hidden: Tensor) -> Tensor:
         """[..., D] of `hidden` -> what depth 1 of the head reads."""
-        return hidden if self.head.before_norm else self._normed(hidden)
+        return hidden if self.head.family.before_norm else self._normed(hidden)
 
     def draft_state(self, state: Tensor, tokens: Tensor, positions: Tensor, window: Window) -> Tensor:
         """One depth of the head. state [B, T, D], tokens [B, T] (the embedded ones), positions [B, T] -> [B, T, D]."""

@@ -1,7 +1,7 @@
 """The policies and drafters of family `decoder` for vLLM (see registration.py; vLLM 0.31.0).
 
 A target is vLLM's own class, which leaves the head's tensors alone. `DecoderMTP` drafts as bebop trains
-(bebop.mtp.heads): depth k at anchor t reads the embedding of token t+k and a hidden state, at depth 1 the target's
+(bebop.mtp.head): depth k at anchor t reads the embedding of token t+k and a hidden state, at depth 1 the target's
 after its final norm, later its own output of depth k-1:
 
   fc(cat[pre_fc_norm_embedding(e), pre_fc_norm_hidden(h)]) -> a decoder layer of the target's class -> norm -> lm_head
@@ -135,9 +135,9 @@ class DecoderMTP(nn.Module):
         missing = [] if self.whole else sorted(_expected(self.config, seen) - seen)
         if missing:
             raise EngineRefused(
-                f"{self.where}: config.json claims an MTP layer ({DECODER.count_key}), and {len(missing)} tensors of it "
-                f"are missing, {', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}; add them, or serve it "
-                "without speculation"
+                f"{self.where}: config.json claims an MTP layer ({DECODER.count_key}), but {len(missing)} of its "
+                f"tensors are missing: {', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}; add them, or "
+                "serve the policy without speculation"
             )
         self.whole = True
         return loaded
@@ -179,10 +179,10 @@ def _decoder_layer(vllm_config: VllmConfig, prefix: str) -> nn.Module:
 
 def _expected(config: Any, seen: set[str]) -> set[str]:
     """Names of the head's tensors, as bebop writes them for this policy."""
-    from bebop.mtp import ReusedHead, head_state
+    from bebop.mtp import MtpHead, head_state
     from bebop.mtp.names import stacks_experts
 
     own = copy.deepcopy(config)
     own.model_type = type(config).model_type
     with torch.device("meta"):
-        return set(head_state(ReusedHead(DECODER, own, stacked=stacks_experts(seen))))
+        return set(head_state(MtpHead(DECODER, own, stacked=stacks_experts(seen))))

@@ -18,7 +18,7 @@ def register() -> None:
     The policies are those of family `decoder` (registration.py), and MiMo as published, whose config transformers
     learns from bebop.mtp; without that, vLLM would take the checkpoint's own code to read it.
     """
-    import bebop.mtp.mimo_config  # noqa: F401
+    import bebop.mtp.mimo  # noqa: F401
     from bebop.engines.vllm_engine import fixes, registration
     from bebop.engines.vllm_engine.environment import enter_engine_process
 

@@ -1,1 +1,0 @@
-"""The MTP heads as modules: MiMo's layout, and heads around a decoder layer of transformers."""
