@@ -44,12 +44,13 @@ def test_draft_longer_than_the_head_was_trained_names_both_numbers_and_keys(tmp_
         ({}, False),
     ],
 )
-def test_delta_nets_on_a_cpu_are_served_in_bfloat16_alone(tmp_path, monkeypatch, config, mixed):
-    monkeypatch.setattr("bebop.engines.vllm_engine.fixes.on_cpu", lambda: True)
+@pytest.mark.parametrize("cpu", [True, False])
+def test_hybrids_run_without_prefix_cache_and_in_bfloat16_on_a_cpu(tmp_path, monkeypatch, config, mixed, cpu):
+    monkeypatch.setattr("bebop.engines.vllm_engine.fixes.on_cpu", lambda: cpu)
     (tmp_path / "config.json").write_text(json.dumps(config))
     told = engine_arguments(RolloutSection(), tmp_path, seed=0, dtype="bfloat16")
-    assert ("enable_prefix_caching" in told) == mixed
-    if mixed:
+    assert (told.get("enable_prefix_caching") is False) == mixed
+    if mixed and cpu:
         with pytest.raises(EngineRefused, match=r"model.dtype=float32: .* set model.dtype=bfloat16"):
             engine_arguments(RolloutSection(), tmp_path, seed=0, dtype="float32")
 

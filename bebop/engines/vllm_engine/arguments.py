@@ -29,6 +29,11 @@ def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dt
         "disable_log_stats": False,
         "use_tqdm_on_load": False,
     }
+    hybrid = has_linear_attention(policy_dir)
+    if hybrid:
+        # vLLM 0.31 caches the states of such layers only at some positions. With speculation nobody has shown that a
+        # request which starts from a cached state samples what it should.
+        arguments["enable_prefix_caching"] = False
     if fixes.on_cpu():
         # an explicit cache size with eager execution also spares the warm-up
         arguments |= {
@@ -39,14 +44,11 @@ def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dt
             "kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30),
             "distributed_executor_backend": "uni",
         }
-        if _has_delta_nets(policy_dir):
-            # vLLM 0.31: prefix caching of their states takes chunked prefill, their kernels bfloat16
-            arguments["enable_prefix_caching"] = False
-            if dtype != "bfloat16":
-                raise EngineRefused(
-                    f"model.dtype={dtype}: {policy_dir} has linear-attention layers, which vLLM 0.31 runs in bfloat16 "
-                    "alone on a CPU; set model.dtype=bfloat16"
-                )
+        if hybrid and dtype != "bfloat16":
+            raise EngineRefused(
+                f"model.dtype={dtype}: {policy_dir} has linear-attention layers, which vLLM 0.31 runs only in bfloat16 "
+                "on a CPU; set model.dtype=bfloat16"
+            )
     else:
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     if rollout.speculation == "mtp":
@@ -66,7 +68,7 @@ def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dt
     return arguments
 
 
-def _has_delta_nets(policy_dir: Path) -> bool:
+def has_linear_attention(policy_dir: Path) -> bool:
     """Whether the policy's decoder mixes linear attention in (Qwen3-Next, Qwen3.5; every fourth layer where nothing
     else is said)."""
     config = decoder_config(read_config(policy_dir))
