@@ -58,48 +58,7 @@ def chain_sum(entry: Mapping[str, Any], hand: Hand) -> str:
     return _finish(lines, hand, total)
 
 
-def products(entry: Mapping[str, Any], hand: Hand) -> str:
-    """`34 * 56`: one partial product for each digit of the second factor, then their sum; any number of factors."""
-    first, *others = (int(number) for number in re.findall(r"-?\d+", entry["metadata"]["expression"]))
-    total, lines = first, []
-    for factor in others:
-        sign = -1 if (total < 0) != (factor < 0) else 1
-        lines.append(f"{hand.word()} {total} * {factor}")
-        partials = [
-            _times_digit(abs(total), int(digit), hand, lines) * 10**place
-            for place, digit in enumerate(reversed(str(abs(factor))))
-        ]
-        total = partials[0]
-        for partial in partials[1:]:
-            total = _accumulate(total, "+", partial, hand, lines)
-        total *= sign
-    return _finish(lines, hand, total)
-
-
-def simple_equations(entry: Mapping[str, Any], hand: Hand) -> str:
-    """`5*x - 7 = 28`: the linear equation's constant moved over, then divided by the coefficient."""
-    left, right = entry["metadata"]["equation"].split(" = ")
-    variable = entry["metadata"]["variable"]
-    terms = re.findall(r"([+-]?)\s*(\d+\*|-)?(\w+)", left)
-    slope, constant = 0, 0
-    for sign, factor, body in terms:
-        value = int(factor[:-1]) if factor and factor != "-" else 1
-        value = -value if (sign == "-") != (factor == "-") else value
-        if body == variable:
-            slope += value
-        else:
-            constant += value * int(body)
-    lines: list[str] = []
-    target = _accumulate(int(right), "-" if constant >= 0 else "+", abs(constant), hand, lines)
-    lines.append(f"{slope}*{variable} = {target}")
-    return _finish(lines, hand, hand.column(abs(target) // abs(slope)) * (-1 if (target < 0) != (slope < 0) else 1))
-
-
-WRITERS: dict[str, Callable[[Mapping[str, Any], Hand], str]] = {
-    "chain_sum": chain_sum,
-    "products": products,
-    "simple_equations": simple_equations,
-}
+WRITERS: dict[str, Callable[[Mapping[str, Any], Hand], str]] = {"chain_sum": chain_sum}
 
 
 def _finish(lines: list[str], hand: Hand, answer: int) -> str:
@@ -152,16 +111,4 @@ def _subtract(a: int, b: int, hand: Hand, lines: list[str]) -> int:
         value = min(9, hand.column(x + 10 * borrow - y - taken))
         lines.append(f"{x + 10 * borrow} - {y}" + (f" - {taken}" if taken else "") + f" = {value}")
         result += value * 10**place
-    return result
-
-
-def _times_digit(number: int, digit: int, hand: Hand, lines: list[str]) -> int:
-    carry, result, width = 0, 0, len(str(number))
-    for place, x in enumerate(_digits(number, width)):
-        value = hand.column(x * digit + carry)
-        lines.append(f"{x} * {digit}" + (f" + {carry}" if carry else "") + f" = {value}")
-        carry, rest = divmod(value, 10)
-        result += rest * 10**place
-    result += carry * 10**width
-    lines.append(f"= {result}")
     return result

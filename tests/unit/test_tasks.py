@@ -18,8 +18,6 @@ CHAIN = Task(name="chain_sum", params={"min_terms": 2, "max_terms": 3, "min_digi
 VARIANTS = [
     CHAIN,
     Task(name="chain_sum", params={"allow_negation": True, "max_digits": 4}),
-    Task(name="products", params={"min_digits": 2, "max_digits": 3, "max_terms": 3, "allow_negation": True}),
-    Task(name="simple_equations", params={"max_terms": 5}),
 ]
 
 
