@@ -25,6 +25,11 @@ from bebop.records import WeightChecksums
 
 SINGLE, INDEX, HEADS_SHARD = "model.safetensors", "model.safetensors.index.json", "model-mtp-heads.safetensors"
 PROVENANCE = "bebop.json"
+_DTYPES = {  # by their names in a safetensors header
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool, "U8": torch.uint8},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+}
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
@@ -182,10 +187,21 @@ def write_checkpoint(
 
 def tensor_bytes(file: Path) -> dict[str, int]:
     """Size in bytes of every tensor of a safetensors file, from its header alone."""
+    bounds = {name: entry["data_offsets"] for name, entry in _header(file).items()}
+    return {name: end - start for name, (start, end) in bounds.items()}
+
+
+def tensor_facts(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor of a policy directory, from the headers alone; raises what `Tensors` does."""
+    files = sorted(set(Tensors(path).files.values()))
+    entries = {name: entry for file in files for name, entry in _header(Path(path) / file).items()}
+    return {name: (tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for name, entry in entries.items()}
+
+
+def _header(file: Path) -> dict[str, Any]:
     with file.open("rb") as handle:
         header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
-    bounds = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-    return {name: end - start for name, (start, end) in bounds.items()}
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
 def _check_names(
@@ -271,19 +287,27 @@ def _copy_other_files(source_dir: Path, part: Path) -> list[str]:
     return left_out
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """16 hex digits of a sha256 over names, shapes and values, in name order.
+def digest(name: str, tensor: Tensor) -> bytes:
+    """sha256 of a tensor's name, shape and values.
 
     Values enter as float32, so that a tensor and its exact float32 copy agree; a float32 tensor and its bfloat16
     rounding do not. Integer tensors enter as int64.
     """
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        value = tensors[name].detach().cpu()
-        value = value.to(torch.float32 if value.is_floating_point() else torch.int64).contiguous()
-        digest.update(f"{name}{tuple(value.shape)}".encode())
-        digest.update(value.view(-1).view(torch.uint8).numpy() if value.numel() else b"")
-    return digest.hexdigest()[:16]
+    value = tensor.detach().cpu()
+    value = value.to(torch.float32 if value.is_floating_point() else torch.int64).contiguous()
+    found = hashlib.sha256(f"{name}{tuple(value.shape)}".encode())
+    found.update(value.view(-1).view(torch.uint8).numpy() if value.numel() else b"")
+    return found.digest()
+
+
+def combined(digests: Mapping[str, bytes]) -> str:
+    """16 hex digits of the digests of tensors, in name order: their checksum, in whatever order they were read."""
+    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()[:16]
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """16 hex digits over names, shapes and values, see `digest`."""
+    return combined({name: digest(name, tensors[name]) for name in tensors})
 
 
 def checkpoint_checksums(path: Path) -> WeightChecksums:

@@ -193,6 +193,14 @@ def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config.get("text_config") or config
 
 
+def mixes_linear_attention(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json's decoder has gated delta nets (Qwen3-Next, Qwen3.5; every fourth layer is none where
+    nothing else is said)."""
+    part = decoder_config(config)
+    kinds = part.get("layer_types")
+    return "linear_attention" in kinds if kinds else "linear_num_value_heads" in part
+
+
 def known_family(config: Mapping[str, Any]) -> Family | None:
     """The family of a config.json, or None."""
     named = config.get("architectures") or []

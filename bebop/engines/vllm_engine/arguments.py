@@ -12,7 +12,7 @@ from bebop.engines.vllm_engine import fixes
 from bebop.engines.vllm_engine.rules import rule_methods
 from bebop.errors import EngineRefused
 from bebop.mtp.checkpoint import read_config
-from bebop.mtp.families import decoder_config
+from bebop.mtp.families import mixes_linear_attention
 from bebop.records import Sampling
 
 
@@ -29,7 +29,7 @@ def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dt
         "disable_log_stats": False,
         "use_tqdm_on_load": False,
     }
-    hybrid = has_linear_attention(policy_dir)
+    hybrid = mixes_linear_attention(read_config(policy_dir))
     if hybrid:
         # vLLM 0.31 caches the states of such layers only at some positions. With speculation nobody has shown that a
         # request which starts from a cached state samples what it should.
@@ -66,14 +66,6 @@ def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dt
             "per_request_spec_decode_metrics": "detailed",
         }
     return arguments
-
-
-def has_linear_attention(policy_dir: Path) -> bool:
-    """Whether the policy's decoder mixes linear attention in (Qwen3-Next, Qwen3.5; every fourth layer where nothing
-    else is said)."""
-    config = decoder_config(read_config(policy_dir))
-    kinds = config.get("layer_types")
-    return "linear_attention" in kinds if kinds else "linear_num_value_heads" in config
 
 
 def refuse_block(rollout: RolloutSection, *, on_cpu: bool, v2_runner: bool) -> None:

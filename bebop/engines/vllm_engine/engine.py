@@ -39,7 +39,9 @@ from bebop.engines.vllm_engine.environment import (
     last_error,
     missing,
 )
-from bebop.errors import EngineDied, EngineError, EngineRefused
+from bebop.engines.weights import Digests, Layout, check_update
+from bebop.errors import BadInput, EngineDied, EngineError, EngineRefused
+from bebop.mtp.checkpoint import Tensors
 from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
 
 logger = logging.getLogger("bebop.engines")
@@ -56,6 +58,8 @@ class VllmEngine:
             fixes.require()
         self.version = 0
         self.rollout = rollout
+        self._layout = Layout(policy_dir)
+        self._digests = Digests(self._layout, sampled=False)  # of what was loaded; the files' own until an update
         self._ids = itertools.count()
         self._spans: dict[str, list[tuple[int, int]]] = {}  # request -> (tokens it had, version until then)
         self._counts = DraftCounts()
@@ -171,18 +175,28 @@ class VllmEngine:
         from safetensors.torch import save_file
 
         named = {name: tensor.detach().cpu().contiguous() for name, tensor in dict(tensors).items()}
+        try:
+            check_update(named, self._held_shapes(), self._layout.is_head)
+        except BadInput as error:
+            raise EngineRefused(str(error)) from None
         shared_memory = Path("/dev/shm")
         with tempfile.TemporaryDirectory(dir=shared_memory if shared_memory.is_dir() else None) as folder:
             path = Path(folder) / "update.safetensors"
             save_file(named, path)
-            return self._run(self._update(str(path), version))
+            self._run(self._update(str(path), version))
+        return self.checksums()
 
-    async def _update(self, path: str, version: int) -> WeightChecksums:
+    def _held_shapes(self) -> dict[str, tuple[int, ...]]:
+        without = self._layout.heads if self.rollout.speculation == "none" else ()
+        return {name: shape for name, shape in self._layout.shapes.items() if name not in without}
+
+    async def _update(self, path: str, version: int) -> None:
         try:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
-            held = await self._llm.collective_rpc("bebop_update", args=(path,))
-            if "error" in held[0]:
-                raise EngineRefused(held[0]["error"])
+            (arrived, *others) = await self._llm.collective_rpc("bebop_update", args=(path,))
+            if any(other != arrived for other in others):
+                raise EngineError("the engine's ranks were given different weights")
+            self._digests.found |= {name: bytes.fromhex(found) for name, found in arrived.items()}
             self._note_spans()
             self.version = version
             # keys and values of the old weights must not serve new requests; where running requests hold some, these
@@ -194,7 +208,6 @@ class VllmEngine:
         finally:
             if not self._paused and not self._dead():
                 await self._llm.resume_generation()
-        return WeightChecksums(**held[0])
 
     def _note_spans(self) -> None:
         for state in self._llm.output_processor.request_states.values():
@@ -203,10 +216,11 @@ class VllmEngine:
                 self._spans[state.external_req_id].append((had, self.version))
 
     def checksums(self) -> WeightChecksums:
-        return WeightChecksums(**self._run(self._held()))
-
-    async def _held(self) -> dict[str, Any]:
-        return (await self._llm.collective_rpc("bebop_checksums"))[0]
+        self._require_life()
+        files = Tensors(self._layout.path)
+        for name in self._held_shapes().keys() - self._digests.found.keys():
+            self._digests.note(name, files[name])
+        return self._digests.checksums()
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -275,9 +289,11 @@ class VllmEngine:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        if not self._thread.is_alive():
+        try:
+            self._require_life()
+        except EngineError:
             coroutine.close()
-            raise EngineError("the engine is closed")
+            raise
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _run(self, coroutine: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
@@ -291,6 +307,10 @@ class VllmEngine:
                 if translated is not error:
                     raise translated from error
             raise
+
+    def _require_life(self) -> None:
+        if not self._thread.is_alive():
+            raise EngineError("the engine is closed")
 
     def _dead(self) -> bool:
         return self._llm.errored or any(not process.is_alive() for process in self._processes)

@@ -3,7 +3,7 @@
 | patch         | where | upstream fault                                                                             |
 |---------------|-------|--------------------------------------------------------------------------------------------|
 | expand_batch  | CPU   | temperatures are cast to int64 for draft tokens: speculation at T != 1 is biased           |
-| plain_weights | CPU   | linears are prepacked and freed: weights cannot be updated in place                        |
+| plain_weights | CPU   | weights are packed for its kernels: no update reaches them (bebop...vllm_engine.plain)     |
 | request_stats | any   | counts moved to CompletionOutput; verl 0.9.1 reads them from RequestOutput.metrics         |
 | seeded_drafts | any   | drafts come from the engine's random stream: a request's seed does not fix its tokens      |
 | head_rotary   | CPU   | queries of DeepSeek's attention are turned wrongly: the policy served is not the one given |
@@ -29,13 +29,13 @@ from typing import Any
 
 import torch
 
-from bebop.engines.vllm_engine import draft_length, sampling
+from bebop.engines.vllm_engine import draft_length, plain, sampling
 from bebop.errors import PatchRefused
 
 logger = logging.getLogger("bebop.engines")
 
 FIXES_ENV = "BEBOP_ENGINE_FIXES"  # "0": leave vLLM as it came
-PLAIN_WEIGHTS_ENV = "BEBOP_KEEP_PLAIN_WEIGHTS"  # "1": CPU linears keep their weight, so that it can be updated in place
+PLAIN_WEIGHTS_ENV = "BEBOP_KEEP_PLAIN_WEIGHTS"  # "1": CPU layers keep plain weights, which updates reach
 KNOWN_VERSIONS = ("0.31.0",)  # the faults and their fixes were reproduced on these
 
 _MARK = "_bebop_patch"
@@ -85,26 +85,6 @@ def _apply_expand_batch() -> None:
     from vllm.v1.sample import rejection_sampler
 
     _replace(rejection_sampler, "expand_batch_to_tokens", expand_batch_to_tokens)
-
-
-def _apply_plain_weights() -> None:
-    """Let CPU linears multiply by the weight they hold, in place of a packed copy that no update can reach.
-
-    vLLM 0.31.0 (`vllm/model_executor/layers/utils.py`, `dispatch_cpu_unquantized_gemm`) packs the weight and replaces
-    the parameter by an empty one, so that loading fails with `loaded weight (64,128) into parameter (0)`.
-    """
-    from vllm.model_executor.layers import utils
-
-    stock = utils.dispatch_cpu_unquantized_gemm
-
-    @functools.wraps(stock)
-    def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
-        if layer.weight.is_meta or layer.weight.ndim != 2:
-            stock(layer, remove_weight)
-        else:
-            layer.cpu_linear = torch.nn.functional.linear
-
-    _replace(utils, "dispatch_cpu_unquantized_gemm", keep_weight)
 
 
 def _apply_request_stats() -> None:
@@ -248,7 +228,12 @@ def stats_of(counted: Any) -> RequestSpecDecodeStats:
 
 PATCHES = (
     Patch("expand_batch", True, lambda: on_cpu(), _apply_expand_batch),
-    Patch("plain_weights", False, lambda: on_cpu() and os.environ.get(PLAIN_WEIGHTS_ENV) == "1", _apply_plain_weights),
+    Patch(
+        "plain_weights",
+        False,
+        lambda: on_cpu() and os.environ.get(PLAIN_WEIGHTS_ENV) == "1",
+        lambda: plain.apply(_replace),
+    ),
     Patch("request_stats", False, lambda: True, _apply_request_stats),
     Patch("cpu_draws", False, lambda: on_cpu(), lambda: sampling.apply(_replace)),
     Patch("seeded_drafts", False, lambda: not on_cpu(), _apply_seeded_drafts),  # cpu_draws gives them theirs

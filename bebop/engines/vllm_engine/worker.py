@@ -1,48 +1,46 @@
-"""What bebop adds to vLLM's worker: weights in and checksums out, under the names of the checkpoint.
+"""What bebop adds to vLLM's worker: new weights for the model and its drafter while they run, in checkpoint names.
 
-vLLM fuses q, k, v and gate, up, pads the vocabulary and renames the MTP layers. `named_views` undoes that with views
-into the live parameters, so that one mapping both writes an update and reads what a checksum is made of.
-Called through `collective_rpc`; tensors travel as a safetensors file.
+Every tensor goes through the `load_weights` that vLLM reads checkpoints with, so names, fusing, padding and shards are
+vLLM's own affair, for every family. Heads are given to the drafter one by one: what it skips is then known.
+Called through `collective_rpc`; tensors travel as a safetensors file, or as verl's stream (bebop.rl.rollout).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bebop.engines.weights import HEAD_PREFIX, replace_tensors
-from bebop.errors import BadInput
+from bebop.engines.weights import Digests, Layout, check_finite, fingerprint
+from bebop.errors import BadInput, HeadsDiffer
+
+ONE_EXPERT = re.compile(r".*\bexperts\.\d+\.")
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker by `worker_extension_cls`. A refused update comes back as {"error": text}."""
+    """Mixed into vLLM's worker by `worker_extension_cls`."""
 
-    def bebop_update(self, path: str) -> dict[str, Any]:
-        """Copy the tensors of a safetensors file into the model and the drafter, all or none; then checksums."""
+    _bebop_layout: Layout | None = None
+    _bebop_held: int | None = None  # fingerprint of the drafter's own parameters after the last update
+
+    def bebop_update(self, path: str) -> dict[str, str]:
+        """Load the tensors of a safetensors file; digest of each as it arrived."""
         from safetensors.torch import load_file
 
-        try:
-            replace_tensors(self._bebop_views(), load_file(path))
-        except ValueError as error:
-            return {"error": str(error)}
-        return self.bebop_checksums()
+        loading = self.bebop_loading(sampled=False)
+        loading.add(load_file(path).items())
+        loading.finish()
+        return {name: found.hex() for name, found in loading.digests.found.items()}
 
-    def bebop_checksums(self, of_backbone: bool = True) -> dict[str, Any]:
-        """Checksums of backbone ("" where not asked for: a large one takes its time) and heads, and the number of head
-        tensors."""
-        from bebop.mtp import checksum
-
-        views = self._bebop_views()
-        heads = {name: view for name, view in views.items() if name.startswith(HEAD_PREFIX)}
-        backbone = {name: view for name, view in views.items() if name not in heads}
-        return {
-            "backbone": checksum(backbone) if of_backbone else "",
-            "heads": checksum(heads),
-            "num_head_tensors": len(heads),
-        }
+    def bebop_loading(self, *, sampled: bool | None = None) -> Loading:
+        """An update of what this worker serves; call `finish` when all is added. sampled: see `Digests`."""
+        if self._bebop_layout is None:
+            self._bebop_layout = Layout(Path(self.model_runner.vllm_config.model_config.model))
+        return Loading(self, Digests(self._bebop_layout, sampled=sampled))
 
     def bebop_state(self) -> dict[str, Any]:
         """What the engine's process really runs: status of each fix, and whether temperatures survive as floats."""
@@ -50,59 +48,81 @@ class WorkerExtension:
 
         return {"fixes": fixes.apply_all(), "expand_keeps_floats": fixes.expand_keeps_floats()}
 
+
+class Loading:
+    """One update of a worker's model and drafter: tensors in any order, in any number of parts."""
+
+    def __init__(self, worker: Any, digests: Digests) -> None:
+        self.worker, self.digests = worker, digests
+        runner = worker.model_runner
+        self.model: nn.Module = runner.get_model()
+        self.drafter: nn.Module | None = runner.get_draft_model()
+        self.sent = self.loaded = 0  # head tensors
+        self.by_rank = bool(runner.vllm_config.parallel_config.enable_expert_parallel)
+        _require_plain(self.model)
+        if worker._bebop_held is None:
+            worker._bebop_held = self._held()
+
     @torch.no_grad()
-    def _bebop_views(self) -> dict[str, Tensor]:
-        runner = self.model_runner
-        views = named_views(runner.get_model())
-        drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-        if getattr(drafter, "model", None) is not None:
-            own = runner.get_draft_model() if hasattr(runner, "get_draft_model") else drafter.model
-            views |= {name: view for name, view in named_views(own).items() if name.startswith(HEAD_PREFIX)}
-        return views
+    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load tensors by checkpoint name. Raises ValueError on values that are not finite, vLLM's own errors else."""
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        layout, backbone = self.digests.layout, []
+        with disable_mtp_completeness_check():  # DeepSeek's drafter refuses a part without its tensors
+            for name, tensor in tensors:
+                check_finite(name, tensor)
+                self.digests.note(name, tensor)
+                if name in layout.copies:
+                    continue
+                if layout.is_head(name):
+                    self.sent += 1
+                    self.loaded += self._load_head(name, tensor)
+                else:
+                    backbone.append((name, tensor))
+            if backbone:
+                self.model.load_weights(iter(backbone))
+                if self.drafter is not None:  # its embedding and output matrix, where they are not the model's own
+                    self.drafter.load_weights(iter(backbone))
+
+    def finish(self) -> None:
+        """Let vLLM derive what it computes from weights. Raises HeadsDiffer where heads were skipped or changed by
+        themselves."""
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        if self.loaded < self.sent:
+            raise HeadsDiffer(
+                f"{self.loaded} of {self.sent} head tensors were loaded: the engine's drafter is "
+                f"{type(self.drafter).__name__ if self.drafter is not None else 'missing'}"
+            )
+        config = self.worker.model_runner.vllm_config
+        process_weights_after_loading(self.model, config.model_config, self.worker.device)
+        if self.drafter is not None:
+            draft_config = config.speculative_config.draft_model_config or config.model_config
+            process_weights_after_loading(self.drafter, draft_config, self.worker.device)
+        held = self._held()
+        if not self.sent and held != self.worker._bebop_held:
+            raise HeadsDiffer("the drafter's own parameters changed in an update that brought no head tensor")
+        self.worker._bebop_held = held
+
+    def _load_head(self, name: str, tensor: Tensor) -> bool:
+        if self.drafter is None:
+            return False
+        loaded = self.drafter.load_weights(iter([(name, tensor)]))
+        return bool(loaded) or (self.by_rank and ONE_EXPERT.match(name) is not None)  # another rank's expert
+
+    def _held(self) -> int:
+        """Fingerprint of what the drafter shares with no other module, on this rank."""
+        if self.drafter is None:
+            return 0
+        shared = {parameter.data_ptr() for parameter in self.model.parameters()}
+        return fingerprint(p for p in self.drafter.parameters() if p.data_ptr() not in shared)
 
 
-def named_views(model: nn.Module) -> dict[str, Tensor]:
-    """Views of a vLLM model's parameters under checkpoint names, e.g. `model.layers.0.self_attn.q_proj.weight`.
-
-    Raises ValueError for a parameter that is not in its plain layout (packed, quantised or sharded).
-    """
-    config = model.config
-    views: dict[str, Tensor] = {}
-    for module_name, module in model.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            for name, view in _split(module_name, module, leaf, parameter.data, config):
-                views[_checkpoint_name(name, config.num_hidden_layers)] = view
-    if getattr(config, "tie_word_embeddings", False):
-        views.pop("lm_head.weight", None)
-    return views
-
-
-def _split(module_name: str, module: nn.Module, leaf: str, data: Tensor, config: Any) -> list[tuple[str, Tensor]]:
-    parent, _, last = module_name.rpartition(".")
-    if data.numel() == 0:
-        raise BadInput(
-            f"{module_name}.{leaf} is packed by vLLM and cannot be read or updated in place: "
-            "the engine's plain_weights fix is off (BEBOP_KEEP_PLAIN_WEIGHTS=1, BEBOP_ENGINE_FIXES not 0)"
-        )
-    if last == "qkv_proj":
-        width = module.head_size
-        sizes = {"q_proj": module.num_heads * width, "k_proj": module.num_kv_heads * width}
-        sizes["v_proj"] = sizes["k_proj"]
-    elif last == "gate_up_proj":
-        sizes = {"gate_proj": data.shape[0] // 2, "up_proj": data.shape[0] // 2}
-    elif last in ("embed_tokens", "lm_head"):
-        return [(f"{module_name}.{leaf}", data[: config.vocab_size])]
-    else:
-        return [(f"{module_name}.{leaf}", data)]
-    if sum(sizes.values()) != data.shape[0]:
-        raise BadInput(f"{module_name}.{leaf} has {data.shape[0]} rows, expected {sum(sizes.values())} of {sizes}")
-    parts = zip(sizes, data.split(list(sizes.values())), strict=True)
-    return [(f"{parent}.{part}.{leaf}", view) for part, view in parts]
-
-
-def _checkpoint_name(name: str, num_layers: int) -> str:
-    """vLLM numbers MTP layers after the decoder's and wraps their block; checkpoints number them from 0."""
-    found = re.match(r"model\.mtp_layers\.(\d+)\.(.*)", name)
-    if not found:
-        return name
-    return f"{HEAD_PREFIX}{int(found[1]) - num_layers}.{found[2].removeprefix('mtp_block.')}"
+def _require_plain(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            raise BadInput(
+                f"{name} is packed by vLLM and cannot be updated: the engine's plain_weights fix is off "
+                "(BEBOP_KEEP_PLAIN_WEIGHTS=1, BEBOP_ENGINE_FIXES not 0)"
+            )

@@ -36,14 +36,12 @@ class TorchRollout(BaseRollout):
 
     @torch.no_grad()
     async def update_weights(self, weights: Any, *, global_steps: int | None = None, **kwargs: Any) -> None:
-        """Send every tensor, backbone and heads, and wait until the engine holds them."""
+        """Send every tensor and wait until the engine holds them."""
         from safetensors.torch import save_file
 
         if kwargs.get("peft_config") is not None or kwargs.get("wire_format", "named_tensors") != "named_tensors":
             raise HeadsDiffer("rollout.engine=torch takes whole tensors; adapters and deltas are not served")
         named = {name: tensor.detach().cpu().contiguous() async for name, tensor in ensure_async_iterator(weights)}
-        if self.model_config.hf_config.tie_word_embeddings:
-            named.pop("lm_head.weight", None)  # the embedding, which transformers lists twice
         if self._server is None:  # it starts after this worker
             self._server = ray.get_actor(f"torch_server_{self.replica_rank}_0")
         with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None) as folder:

@@ -18,6 +18,7 @@ import os
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -29,7 +30,8 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from bebop.config import RolloutSection
 from bebop.engines import RolloutEngine, make_engine
-from bebop.errors import RolloutFailed
+from bebop.engines.weights import Digests, Layout
+from bebop.errors import HeadsDiffer, RolloutFailed
 from bebop.records import Rollout, Sampling
 from bebop.rl.rollout import early
 
@@ -50,6 +52,8 @@ class TorchServer:
         self._open = asyncio.Event()
         self._open.set()
         self._running = 0
+        self._arrived: Digests | None = None
+        self._held_heads: str | None = None
 
     async def launch_server(self) -> None:
         """Start the engine, once: a second call waits for the first, see `bebop.rl.rollout.early`."""
@@ -98,13 +102,24 @@ class TorchServer:
 
     async def update_weights(self, path: str, version: int) -> None:
         """Replace the engine's tensors by those of a safetensors file, in place."""
+        await asyncio.to_thread(self._update, path, version)
+
+    def _update(self, path: str, version: int) -> None:
         from safetensors.torch import load_file
 
-        await asyncio.to_thread(lambda: self.engine.update_weights(load_file(path), version))
+        named = load_file(path)
+        held = self.engine.update_weights(named, version)
+        if self._arrived is None:
+            self._arrived = Digests(Layout(Path(self.policy_dir)))
+        for name, tensor in named.items():
+            self._arrived.note(name, tensor)
+        if not any(map(self._arrived.layout.is_head, named)) and held.heads != self._held_heads:
+            raise HeadsDiffer("the engine's heads changed in an update that brought no head tensor")
+        self._held_heads = held.heads
 
-    async def served_checksums(self, of_backbone: bool = True) -> dict[str, Any]:
-        """What the engine holds now; the backbone's is made with the others, asked for or not."""
-        return asdict(await asyncio.to_thread(self.engine.checksums))
+    async def served_checksums(self) -> list[dict[str, Any]]:
+        """Checksums of the weights as they arrived last; one rank."""
+        return [asdict(self._arrived.checksums())]
 
     async def health(self) -> str:
         """Raises with the engine's own error once it is dead."""

@@ -1,4 +1,4 @@
-"""The rollout server: verl's vLLM server, plus counts per draft depth, checksums of what is served, and its health.
+"""The rollout server: verl's vLLM server, plus counts per draft depth, checksums of its weights, and its health.
 
 Registered as verl's replica class for "vllm" (`RolloutReplicaRegistry`), in the trainer's process.
 """
@@ -29,6 +29,7 @@ class PolicyServer(vLLMHttpServer):
         os.environ["VERL_RAY_JOB_ID"] += f"-{run_tag()}"
         self._per_depth: dict[str, tuple[int, ...]] = {}
         self._launch: asyncio.Future | None = None
+        self._failure: Exception | None = None  # of a call to the workers
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         """verl's, once: a second call waits for the first, see `bebop.rl.rollout.early`."""
@@ -63,15 +64,25 @@ class PolicyServer(vLLMHttpServer):
             output.extra_fields["spec_accepted_per_depth"] = list(per_depth)
         return output
 
-    async def served_checksums(self, of_backbone: bool = True) -> dict[str, Any]:
-        """What the engine holds now, see `bebop.engines.vllm_engine.worker`."""
-        return (await self.engine.collective_rpc("bebop_checksums", args=(of_backbone,)))[0]
+    async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> None:
+        """verl's, whose failure `health` tells too: a sender that waits for buckets to be taken looks at no answer."""
+        try:
+            await super().collective_rpc(method, *args, **kwargs)
+        except Exception as error:
+            self._failure = error
+            raise
+
+    async def served_checksums(self) -> list[dict[str, Any]]:
+        """Checksums of the weights as they arrived last, on each rank, see `bebop.rl.rollout.vllm_worker`."""
+        return await self.engine.collective_rpc("bebop_arrived")
 
     async def health(self) -> str:
-        """Raises with the engine's own error once it is dead."""
+        """Raises with the engine's own error once it is dead, or has failed to take weights."""
         engine = getattr(self, "engine", None)
         if engine is not None and engine.errored:
             raise RuntimeError(f"vLLM's engine died: {engine.dead_error}")
+        if self._failure is not None:
+            raise self._failure
         return "alive"
 
 

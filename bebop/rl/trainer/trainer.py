@@ -4,7 +4,7 @@ Registered as `bebop_sync` and `bebop_colocate_async`. verl keeps the loop, the 
 and the checkpoints; `Safeguards` adds at its hooks
 
 - a StepRecord per step, to metrics.jsonl and Weights & Biases;
-- after each weight sync, the served heads' checksum against the trainer's;
+- after each weight sync, checksums of what arrived at every rank of the engine against what was sent;
 - the rollout-trainer probability difference, held to its limit on the samples of the current version;
 - an end with the error, where verl would retry for ever: failed samples, a dead engine, a dead worker;
 - checkpoints as a policy directory with heads, complete or absent, and every prompt trained exactly once over resumes.
@@ -14,6 +14,7 @@ On GPUs the same classes run over verl's CUDA platform; that path has not been r
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,10 @@ class Safeguards:
 
     def on_init_end(self) -> None:
         self.phase("first weight sync")
+        self.watchdog.watch(
+            replying=self.llm_server_manager.server_handles,
+            living=[*self.actor_rollout_wg.workers, *self.get_reward_handles()],
+        )
         super().on_init_end()
         self._compare_weights()
 
@@ -100,10 +105,7 @@ class Safeguards:
 
         self.sinks = Sinks(self.run_dir, self.bebop, self.config.trainer, resumed_from=self.global_steps)
         self.phase(f"training, step {self.global_steps + 1} of {self.total_training_steps}")
-        self.watchdog.start(
-            replying=[*self.llm_server_manager.server_handles, *agent_loop_manager.agent_loop_workers],
-            living=[*self.actor_rollout_wg.workers, *self.get_reward_handles()],
-        )
+        self.watchdog.watch(replying=agent_loop_manager.agent_loop_workers)
         try:
             super().fit(agent_loop_manager)
         finally:
@@ -156,14 +158,14 @@ class Safeguards:
 
     def _compare_weights(self) -> None:
         ours = self.actor_rollout_wg.policy_checksums()[0]
-        servers, both = self.llm_server_manager.server_handles, bool(ours["backbone"])
-        for theirs in ray.get([server.served_checksums.remote(both) for server in servers]):
+        answers = ray.get([server.served_checksums.remote() for server in self.llm_server_manager.server_handles])
+        for theirs in itertools.chain(*answers):
             if theirs["num_head_tensors"] != ours["num_head_tensors"] or theirs["heads"] != ours["heads"]:
                 raise HeadsDiffer(
                     f"the engine drafts with other heads than the trainer's: {theirs['num_head_tensors']} of "
                     f"{ours['num_head_tensors']} tensors, checksum {theirs['heads']} against {ours['heads']}"
                 )
-            if ours["backbone"] and theirs["backbone"] != ours["backbone"]:
+            if theirs["backbone"] != ours["backbone"]:
                 raise HeadsDiffer(
                     "the engine serves another backbone than the trainer's, checksum "
                     f"{theirs['backbone']} against {ours['backbone']}"

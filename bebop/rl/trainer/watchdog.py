@@ -18,7 +18,7 @@ INTERVAL_S = 2.0
 
 
 class Watchdog:
-    """See the module's docstring. `start` once the actors exist; `raise_fault` as often as the loop turns."""
+    """See the module's docstring. `watch` once actors exist; `raise_fault` as often as the loop turns."""
 
     on_stuck: Callable[[Exception], None] | None = None  # set by the process that runs the trainer
 
@@ -27,12 +27,14 @@ class Watchdog:
         self.fault: Exception | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._asked: dict[Any, tuple[Any, float | None]] = {}  # actor -> question, since when (None: may be busy)
 
-    def start(self, replying: Sequence[Any], living: Sequence[Any]) -> None:
-        self._thread = threading.Thread(
-            target=self._guarded, args=(list(replying), list(living)), daemon=True, name="bebop-watchdog"
-        )
-        self._thread.start()
+    def watch(self, replying: Sequence[Any] = (), living: Sequence[Any] = ()) -> None:
+        """Watch these actors too."""
+        self._asked |= {actor: _health(actor) for actor in replying} | {actor: _life(actor) for actor in living}
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._guarded, daemon=True, name="bebop-watchdog")
+            self._thread.start()
 
     def stop(self) -> None:
         self._stop.set()
@@ -42,19 +44,17 @@ class Watchdog:
         if self.fault is not None:
             raise self.fault
 
-    def _guarded(self, replying: list[Any], living: list[Any]) -> None:
+    def _guarded(self) -> None:
         try:
-            self._watch(replying, living)
+            self._watch()
         except Exception as error:
             self._found(WorkerDied(f"the watchdog itself failed: {type(error).__name__}: {error}"))
 
-    def _watch(self, replying: list[Any], living: list[Any]) -> None:
+    def _watch(self) -> None:
         import ray
 
-        asked = {actor: (actor.health.remote(), time.monotonic()) for actor in replying}
-        asked |= {actor: (actor.__ray_call__.remote(_nothing), None) for actor in living}
         while not self._stop.wait(INTERVAL_S):
-            for actor, (reference, since) in list(asked.items()):
+            for actor, (reference, since) in list(self._asked.items()):
                 done, _ = ray.wait([reference], timeout=0)
                 if not done:
                     if since is not None and time.monotonic() - since > self.limit_s:
@@ -66,10 +66,7 @@ class Watchdog:
                     ray.get(reference)
                 except Exception as error:
                     return self._found(WorkerDied(_reason(actor, error)))
-                if since is None:
-                    asked[actor] = (actor.__ray_call__.remote(_nothing), None)
-                else:
-                    asked[actor] = (actor.health.remote(), time.monotonic())
+                self._asked[actor] = _life(actor) if since is None else _health(actor)
 
     def _found(self, fault: Exception) -> None:
         if self._stop.is_set():
@@ -77,6 +74,14 @@ class Watchdog:
         self.fault = fault
         if not self._stop.wait(self.grace_s) and self.on_stuck is not None:
             self.on_stuck(fault)
+
+
+def _health(actor: Any) -> tuple[Any, float]:
+    return actor.health.remote(), time.monotonic()
+
+
+def _life(actor: Any) -> tuple[Any, None]:
+    return actor.__ray_call__.remote(_nothing), None
 
 
 def _nothing(self: Any) -> None:

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import re
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,14 @@ from bebop.errors import ConfigError
 from bebop.registry import nearest
 
 LOGITS_BUDGET = 2**27  # largest number of logits in one training micro-batch, a fp32 tensor of 512 MiB
-SERVED_FAMILY = "mimo"  # of bebop.mtp.families: the one whose names the engines take updates under
+NOT_OURS = {  # verl's key -> the one value under which weights and heads reach the engine; what to do otherwise
+    "actor_rollout_ref.actor.strategy": ("fsdp2", "weights leave verl's FSDP2 engine only"),
+    "actor_rollout_ref.rollout.quantization": (None, "the rollout would sample another policy than the one trained"),
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": ("naive", "other ways of the weights carry no heads"),
+    "actor_rollout_ref.rollout.data_parallel_size": (1, "more GPUs already make more replicas"),
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size": (1, "set tensor_model_parallel_size"),
+    "trainer.nnodes": (1, "runs on several machines are not supported"),
+}
 # On on-policy samples, by the type that policies are loaded in. On a GPU vLLM's attention multiplies float32 as TF32,
 # and of many bfloat16 tokens a few are far off: not measured on one yet, so there they only tell another policy.
 PROBS_DIFF_LIMIT = {"float32": 1e-5, "bfloat16": 0.1}
@@ -37,13 +45,16 @@ class Policy:
     path: Path
     family: str | None
     vocab_size: int
-    hidden_size: int
+    largest: int  # elements of its largest tensor
+    linear_attention: bool  # in some of its layers
     mtp_layers: int
     mtp_depth: int | None  # depth that its heads were trained for; None: not recorded
 
     @classmethod
     def read(cls, path: Path) -> Policy:
-        from bebop.mtp.families import claimed_layers, decoder_config, known_family  # these import transformers
+        # these import transformers
+        from bebop.mtp.checkpoint import num_mtp_layers, tensor_facts
+        from bebop.mtp.families import decoder_config, known_family, mixes_linear_attention
 
         config_file = path / "config.json"
         if not config_file.exists():
@@ -51,13 +62,14 @@ class Policy:
         config = json.loads(config_file.read_text())
         provenance_file = path / "bebop.json"
         provenance = json.loads(provenance_file.read_text()) if provenance_file.exists() else {}
-        family, decoder = known_family(config), decoder_config(config)
+        family = known_family(config)
         return cls(
             path=path,
             family=family.name if family else None,
-            vocab_size=decoder["vocab_size"],
-            hidden_size=decoder["hidden_size"],
-            mtp_layers=claimed_layers(config),
+            vocab_size=decoder_config(config)["vocab_size"],
+            largest=max(prod(shape) for shape, _ in tensor_facts(path).values()),
+            linear_attention=mixes_linear_attention(config),
+            mtp_layers=num_mtp_layers(path),
             mtp_depth=provenance.get("mtp_depth"),
         )
 
@@ -74,20 +86,23 @@ def compose(
     for override in config.grpo.verl_overrides:
         _check_key(override, known)
     try:
-        whole = _compose(words + list(config.grpo.verl_overrides))
+        composed = _compose(words + list(config.grpo.verl_overrides))
     except Exception as error:  # hydra's own hierarchy; each means that the override cannot be applied
         raise ConfigError(f"grpo.verl_overrides: {_first_line(error)}") from None
-    refuse_adapters(whole)
-    return whole
+    refuse_adapters(composed)
+    for key, (allowed, advice) in NOT_OURS.items():
+        if (value := OmegaConf.select(composed, key)) not in (allowed, None):
+            raise ConfigError(f"grpo.verl_overrides: {key}={value}, expected {allowed}: {advice}")
+    return composed
 
 
 def check(config: GrpoConfig, policy: Policy, *, num_gpus: int) -> None:
     """Raise ConfigError on what verl or vLLM would do wrong without saying so."""
     rollout, data = config.rollout, config.data
-    if policy.family != SERVED_FAMILY:
+    if policy.linear_attention and not num_gpus and config.model.dtype != "bfloat16":
         raise ConfigError(
-            f"model: the policy in {policy.path} is of family {policy.family or 'unknown'}; grpo updates engines in "
-            "the MiMo layout alone, which Qwen2, Llama and Mistral policies have or are mapped to"
+            f"model.dtype={config.model.dtype}: {policy.path} has linear-attention layers, which vLLM 0.31 runs in "
+            "bfloat16 alone on a CPU; set model.dtype=bfloat16"
         )
     for task in data.tasks:
         if not has_verifier(task.name):
@@ -139,7 +154,7 @@ def overrides(
     grpo, data, rollout, trainer = config.grpo, config.data, config.rollout, config.trainer
     micro = micro_batch(grpo.prompts_per_step * grpo.group_size // max(num_gpus, 1), data, policy.vocab_size)
     full = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    bytes_of_largest = policy.vocab_size * policy.hidden_size * 4
+    bytes_of_largest = 4 * policy.largest
     keys: dict[str, Any] = {
         # data: prompts in their written order, each once
         "data.train_files": str(run_dir / "prompts.parquet"),
@@ -276,6 +291,8 @@ def overrides(
                 "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30),
                 "actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend": "uni",
             }
+    if policy.linear_attention:  # vLLM 0.31 caches prefixes of such layers at block bounds alone
+        keys["actor_rollout_ref.rollout.enable_prefix_caching"] = False
     keys["ray_kwargs.ray_init.include_dashboard"] = False
     return keys
 

@@ -1,0 +1,71 @@
+"""The policy as it leaves the trainer: each tensor under the name, and in the form, of the checkpoint it came from.
+
+In memory transformers 5 holds experts stacked, and a model's text part under names of its own; engines and users know
+the checkpoint's. transformers' own reverse of that conversion, the one of `save_pretrained`, is applied to each tensor.
+A tied tensor has one name here, the one that transformers ties the others to: a copy in another bucket of a sync would
+find its original missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from bebop.engines.weights import Layout
+from bebop.errors import BadInput
+from bebop.mtp.checkpoint import Tensors
+
+
+class Outgoing:
+    """What a trainer sends and saves of `module`, transformers' model under FSDP2, loaded from the directory of
+    `layout`. heads: the tensors of the MTP layers by name, as the directory has them, without copies.
+
+    Raises ValueError for a tensor that the directory has not, or in another shape, before anything is sent.
+    """
+
+    def __init__(self, module: Any, layout: Layout) -> None:
+        self.module, self.layout = module, layout
+        self.source = Tensors(layout.path)
+        self.tied: dict[str, str] = dict(getattr(module, "all_tied_weights_keys", {}))  # copy -> original
+        self.heads = {name: self.source[name] for name in sorted(layout.heads - layout.copies)}
+        for name, tensor in self._held():
+            for known, part in self._in_source_form(name, torch.empty(tensor.shape, device="meta")):
+                if tuple(part.shape) != layout.shapes[known]:
+                    raise BadInput(
+                        f"{known}: the trainer holds {list(part.shape)}, {layout.path} has {list(layout.shapes[known])}"
+                    )
+
+    def backbone(self, device: Any, least: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor outside the MTP layers, whole, once; to be walked through by all ranks alike.
+
+        Values come in the directory's own type, or in `least` where that is finer.
+        """
+        for name, tensor in self._held():
+            whole = tensor.to(device, non_blocking=True).full_tensor() if isinstance(tensor, DTensor) else tensor
+            for known, part in self._in_source_form(name, whole):
+                dtype = torch.promote_types(self.layout.dtypes[known], least)
+                yield known, part.to(dtype).contiguous()
+
+    def copies(self, known: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Other names that a directory has a tied tensor under, for a checkpoint that is written over it."""
+        for copy, original in self.tied.items():
+            if original == known and copy in self.layout.shapes:
+                yield copy, tensor
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in self.module.state_dict().items() if name not in self.tied)
+
+    def _in_source_form(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        turned = revert_weight_conversion(self.module, {name: tensor})
+        if turned.keys() <= self.layout.shapes.keys():
+            yield from turned.items()
+        elif name in self.layout.shapes:
+            yield name, tensor
+        else:
+            raise BadInput(f"{name}: {self.layout.path} has no tensor of this name, nor {next(iter(turned))}")
