@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from bebop.config import GrpoConfig, check
 from bebop.errors import ConfigError
+from bebop.policies import random_checkpoint
 from bebop.rl.stage import told
 from bebop.rl.verl.config import Policy, compose, literal, micro_batch, save
 
@@ -148,17 +148,40 @@ def test_what_would_sample_another_policy_is_refused(policy: Policy, tmp_path: P
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_next", "glm4_moe", "llama"])
+def test_any_family_with_heads_is_composed(model_type: str, tmp_path: Path):
+    path = random_checkpoint(tmp_path / "policy", model_type=model_type, num_heads=4, linear_layers=False)
+    verl = compose(grpo_config(), Policy.read(path), tmp_path)
+    assert verl.actor_rollout_ref.model.mtp.enable_rollout
+    assert verl.actor_rollout_ref.rollout.enable_prefix_caching
+
+
+def test_linear_attention_on_a_cpu_is_bfloat16_alone_and_caches_no_prefix(tmp_path: Path):
+    path = random_checkpoint(tmp_path / "policy", model_type="qwen3_5_text", num_heads=4, dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"model\.dtype=float32.*set model\.dtype=bfloat16") as caught:
+        compose(grpo_config(), Policy.read(path), tmp_path)
+    assert "\n" not in str(caught.value)
+    verl = compose(grpo_config(model={"dtype": "bfloat16"}), Policy.read(path), tmp_path)
+    assert not verl.actor_rollout_ref.rollout.enable_prefix_caching
+
+
 @pytest.mark.parametrize(
-    "published",
+    ("given", "words"),
     [
-        {"model_type": "qwen3_next", "vocab_size": 9, "hidden_size": 8, "num_nextn_predict_layers": 1},
-        {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "vocab_size": 9, "hidden_size": 8}},
+        ("actor_rollout_ref.model.lora_rank=8", r"lora_rank=8, expected 0: adapters"),
+        ("++actor_rollout_ref.model.lora.rank=8", r"lora\.rank=8, expected 0: adapters"),
+        ("actor_rollout_ref.model.lora_adapter_path=/some/where", r"lora_adapter_path=/some/where.*merge the adapter"),
+        ("actor_rollout_ref.actor.strategy=fsdp", r"actor\.strategy=fsdp, expected fsdp2"),
+        ("actor_rollout_ref.rollout.quantization=fp8", r"quantization=fp8, expected None"),
+        ("actor_rollout_ref.rollout.data_parallel_size=2", r"data_parallel_size=2, expected 1"),
+        ("trainer.nnodes=2", r"nnodes=2, expected 1"),
     ],
 )
-def test_a_family_that_engines_take_no_updates_of_is_refused_before_ray_starts(published: dict, tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(published))
-    with pytest.raises(ConfigError, match=r"of family qwen3_.*MiMo layout alone") as caught:
-        compose(grpo_config(), Policy.read(tmp_path), tmp_path)
+def test_what_carries_no_heads_is_refused_by_name_before_anything_loads(
+    policy: Policy, tmp_path: Path, given: str, words: str
+):
+    with pytest.raises(ConfigError, match=words) as caught:
+        compose(grpo_config(grpo={"verl_overrides": [given]}), policy, tmp_path)
     assert "\n" not in str(caught.value)
 
 

@@ -11,10 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from bebop.engines.weights import Layout
 from bebop.mtp.checkpoint import Tensors, write_checkpoint
+from bebop.mtp.names import from_checkpoint
 from bebop.policies import random_checkpoint
 from bebop.rl.trainer.outgoing import Outgoing
 
-FAMILIES = ("qwen2", "mimo", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe")
+FAMILIES = (
+    *("qwen2", "mimo", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe"),
+    *("llama", "mistral", "qwen3", "qwen3_moe"),
+)
 
 
 def load(policy: Path) -> torch.nn.Module:
@@ -43,24 +47,9 @@ def test_every_family_leaves_under_its_checkpoints_names(tmp_path: Path, model_t
 def test_experts_leave_in_the_form_they_came_in(tmp_path: Path, stacked: bool):
     policy = random_checkpoint(tmp_path / "one-by-one", model_type="qwen3_5_moe_text", num_heads=4)
     if stacked:
-        tensors = load_file(policy / "model.safetensors")
-        for name in [name for name in tensors if name.startswith("model.") and ".experts.0." in name]:
-            parent = name.split(".0.")[0] if ".experts.0.down" in name else None
-            prefix = name[: name.index(".experts.") + len(".experts")]
-            if parent is None and not name.endswith("gate_proj.weight"):
-                continue
-            count = sum(key.startswith(prefix) and key.endswith(".down_proj.weight") for key in tensors)
-            if name.endswith("gate_proj.weight"):
-                parts = ("gate_proj", "up_proj")
-                tensors[f"{prefix}.gate_up_proj"] = torch.stack(
-                    [torch.cat([tensors[f"{prefix}.{i}.{part}.weight"] for part in parts]) for i in range(count)]
-                )
-            else:
-                tensors[f"{prefix}.down_proj"] = torch.stack(
-                    [tensors[f"{prefix}.{i}.down_proj.weight"] for i in range(count)]
-                )
-        kept = {k: v for k, v in tensors.items() if not (k.startswith("model.") and ".experts." in k and "weight" in k)}
-        save_file(kept, policy / "model.safetensors", metadata={"format": "pt"})
+        tensors, layout = load_file(policy / "model.safetensors"), Layout(policy)
+        heads = {name: tensors.pop(name) for name in layout.heads}
+        save_file(heads | from_checkpoint({"": ""}, tensors), policy / "model.safetensors", metadata={"format": "pt"})
     outgoing, source = Outgoing(load(policy), Layout(policy)), Tensors(policy)
     sent = dict(outgoing.backbone("cpu", torch.float32))
     assert sent.keys() == set(source) - outgoing.layout.heads
