@@ -150,7 +150,8 @@ def train_policy(policy: Path, run_dir: Path, dtype: str, steps: int, row: dict[
         "rollout": {"max_model_len": 160, "max_num_seqs": 16, "kv_cache_gib": 0.25},
         "trainer": {"mode": "sync"},
         "grpo": {
-            **{"steps": steps, "save_every": steps, "prompts_per_step": 4, "group_size": 4, "lr": 1e-3},
+            **{"steps": steps, "save_every": steps, "prompts_per_step": 4, "group_size": 4},
+            **{"lr": 1e-3, "adam_eps": 1e-3},
             "verl_overrides": [f"reward.custom_reward_function.path='{reward}'"],
         },
         "logger": {"wandb": "disabled"},

@@ -17,7 +17,7 @@ from bebop.records import StepRecord
 from bebop.rl.stage import processes_of
 
 START_UP_S = 400.0
-REWARD = Path(__file__).parents[1] / "e2e" / "grpo_reward.py"
+REWARD = Path(__file__).parents[2] / "recipes" / "families" / "reward.py"
 RUN = """
 import json, sys
 from pathlib import Path
@@ -40,7 +40,7 @@ def config(mode: str, *, rollout: Mapping[str, Any] | None = None, verl: tuple[s
         "trainer": {"mode": mode},
         "logger": {"wandb": "disabled"},
         "grpo": {
-            **{"prompts_per_step": 4, "group_size": 4, "lr": 1e-3},
+            **{"prompts_per_step": 4, "group_size": 4, "lr": 1e-3, "adam_eps": 1e-3},
             "verl_overrides": [f"reward.custom_reward_function.path='{REWARD}'", *verl],
             **grpo,
         },

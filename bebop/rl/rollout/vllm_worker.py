@@ -6,6 +6,7 @@ stream off: the rest of it is received and dropped, and the error then leaves by
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from bebop.engines.vllm_engine.worker import WorkerExtension
 from bebop.engines.weights import Digests
+from bebop.errors import BebopError, EngineError
 
 
 class EngineWorker(vLLMColocateWorkerExtension, WorkerExtension):
@@ -24,27 +26,24 @@ class EngineWorker(vLLMColocateWorkerExtension, WorkerExtension):
     _bebop_arrived: Digests | None = None  # of every tensor, as it arrived last
 
     def update_weights_from_ipc(self, use_shm: bool = False, **_: Any) -> None:
-        """Receive a sync and load it. Raises whatever loading raises, once the sender has been heard out."""
+        """Receive a sync and load it. Raises EngineError with what loading raised, once the sender is heard out."""
         if self.device is None:
             self.device = torch.device(f"{get_device_name()}:{self.local_rank}")
-        failure: Exception | None = None
-        try:
-            loading = self.bebop_loading()
-        except Exception as error:
-            failure = error
+        loading, failure = self.bebop_loading(), None
 
         def take(tensors: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
             nonlocal failure
-            if failure is None:
-                try:
+            try:
+                if failure is None:
                     loading.add(tensors)
-                except Exception as error:
-                    failure = error
+            except Exception as error:  # kept as text: its frames hold the bucket, which the receiver must close
+                traceback.print_exception(error)
+                failure = str(error) if isinstance(error, BebopError) else f"{type(error).__name__}: {error}"
 
         receiver = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
         receiver.receive_weights(on_bucket_received=take)
         if failure is not None:
-            raise failure
+            raise EngineError(failure)
         loading.finish()
         if self._bebop_arrived is None:
             self._bebop_arrived = loading.digests
