@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from bebop.errors import BadInput
-from bebop.mtp import HEAD_PREFIX
 from bebop.mtp.checkpoint import combined, digest, read_config, tensor_facts
 from bebop.mtp.families import decoder_config, known_family
 from bebop.records import WeightChecksums
@@ -94,11 +93,8 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_update(
-    tensors: Mapping[str, Tensor], held: Mapping[str, Any], is_head: Callable[[str], bool] | None = None
-) -> None:
+def check_update(tensors: Mapping[str, Tensor], held: Mapping[str, Any], is_head: Callable[[str], bool]) -> None:
     """Raise ValueError unless the engine can take every tensor. held: name -> shape of each tensor that it holds."""
-    is_head = is_head or _in_mimo
     heads = [name for name in tensors if is_head(name)]
     known = sum(name in held for name in heads)
     if known < len(heads):
@@ -120,15 +116,9 @@ def check_finite(name: str, tensor: Tensor) -> None:
         raise BadInput(f"{name} holds values that are not finite; the update was refused")
 
 
-def replace_tensors(
-    views: dict[str, Tensor], tensors: dict[str, Tensor], is_head: Callable[[str], bool] | None = None
-) -> None:
+def replace_tensors(views: dict[str, Tensor], tensors: dict[str, Tensor], *, is_head: Callable[[str], bool]) -> None:
     """Copy `tensors` into the views of the same names. Raises ValueError before anything is copied."""
     check_update(tensors, {name: view.shape for name, view in views.items()}, is_head)
     with torch.no_grad():
         for name, tensor in tensors.items():
             views[name].copy_(tensor)
-
-
-def _in_mimo(name: str) -> bool:
-    return name.startswith(HEAD_PREFIX)

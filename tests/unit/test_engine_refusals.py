@@ -146,12 +146,15 @@ HELD = {
     ],
 )
 def test_an_update_that_does_not_fit_is_refused_whole(tensors, message):
+    def is_head(name: str) -> bool:
+        return name.startswith("model.mtp_layers.")
+
     views = {name: tensor.clone() for name, tensor in HELD.items()}
     good = {"model.layers.0.mlp.up_proj.weight": torch.zeros(3, 4)}
     with pytest.raises(ValueError, match=message):
-        replace_tensors(views, good | tensors)
+        replace_tensors(views, good | tensors, is_head=is_head)
     assert all(torch.equal(HELD[name], view) for name, view in views.items())
-    replace_tensors(views, good)
+    replace_tensors(views, good, is_head=is_head)
     assert (views["model.layers.0.mlp.up_proj.weight"] == 0).all()
 
 

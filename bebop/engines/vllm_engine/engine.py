@@ -217,6 +217,8 @@ class VllmEngine:
 
     def checksums(self) -> WeightChecksums:
         self._require_life()
+        if self._dead():
+            raise EngineDied(self._obituary(EngineError("its process is gone")))
         files = Tensors(self._layout.path)
         for name in self._held_shapes().keys() - self._digests.found.keys():
             self._digests.note(name, files[name])
