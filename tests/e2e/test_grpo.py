@@ -48,7 +48,7 @@ def killed_and_resumed(tiny_random: Path, tmp_path_factory: pytest.TempPathFacto
     assert checkpoints.latest(run_dir) == 2
     second = start(values, run_dir, tiny_random)
     finish(second)
-    assert not processes_of(run_dir)
+    assert not marked(run_dir)
     return run_dir
 
 

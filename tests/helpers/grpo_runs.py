@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from bebop.monitor import read_steps
+from bebop.processes import marked
 from bebop.records import StepRecord
-from bebop.rl.stage import processes_of
 
 START_UP_S = 400.0
 REWARD = Path(__file__).parents[2] / "recipes" / "families" / "reward.py"
@@ -79,9 +79,9 @@ def wait_for(process: subprocess.Popen, run_dir: Path, what: str, happened: Any)
 
 def no_process_left(run_dir: Path, within_s: float) -> bool:
     deadline = time.monotonic() + within_s
-    while processes_of(run_dir) and time.monotonic() < deadline:
+    while marked(run_dir) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return not processes_of(run_dir)
+    return not marked(run_dir)
 
 
 def check_served(records: list[StepRecord], steps: int) -> None:

@@ -59,7 +59,7 @@ def test_the_engines_whole_section_reaches_its_server_and_the_record_tells_the_t
     [
         (
             {"engine": "vllm", "tree": "rheo"},
-            r"tree: got rheo with rollout.engine=vllm; set rollout.engine=torch",
+            r"tree: got rheo with rollout.engine=vllm.*set rollout.engine=torch",
         ),
         ({"tree": "topk", "speculation": "none"}, r"rollout.tree: got topk with rollout.speculation=none"),
         ({"tree": "rheo", "tree_leads": 4}, r"rollout.tree_leads: got 4, .* rollout.tree_width - 1 = 3"),
