@@ -54,8 +54,27 @@ class Grpo(Section):
     probs_diff_limit: float | None = Field(None, gt=0)
     # seconds without a sign of life from the engine or a worker after which the run stops
     watchdog_s: float = Field(60.0, gt=0)
+    # a reward function of your own, `module:name` or `path/to/file.py:name`, called with verl's arguments
+    # (data_source, solution_str, ground_truth, extra_info). null: the verifiers of data.tasks. Rewards are computed in
+    # a box: a process without network and files, with limits on time and memory
+    reward_function: str | None = None
+    # false: your reward function keeps network, files and environment (a judge, a sandbox); the limits stay
+    reward_sealed: bool = True
+    # seconds for the reward of one response; beyond it the reward is 0 and counts as failed
+    reward_timeout_s: float = Field(4.0, gt=0)
+    # largest share of rewards that may fail over the last 10 steps; the run stops beyond it
+    reward_failures_limit: float = Field(0.5, gt=0, le=1)
     # overrides of verl's own config, in verl's spelling; `verl.<key>=<value>` on the command line adds to them
     verl_overrides: list[str] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _only_own_rewards_are_open(self) -> Grpo:
+        if not self.reward_sealed and self.reward_function is None:
+            raise BadInput(
+                "grpo.reward_sealed: got false without grpo.reward_function; the verifiers of data.tasks need no "
+                "network: set it to true, or name your function"
+            )
+        return self
 
 
 class Monitor(Section):

@@ -14,10 +14,11 @@ import torch
 from bebop.acceptance import AnchorScores, record_key, score_responses, summarise
 from bebop.backbone import load_backbone
 from bebop.config import EvalConfig
-from bebop.data import load_tokenizer, make_prompts, score
+from bebop.data import load_tokenizer, make_prompts
 from bebop.data.prompts import encode_prompts
 from bebop.data.provided import load_parquet
 from bebop.data.self_distill import TextRow, rollout_sampling, sample_all
+from bebop.data.tasks import pack
 from bebop.engines import make_engine
 from bebop.errors import ConfigError
 from bebop.evaluate import samples, slopes
@@ -32,6 +33,7 @@ from bebop.spec import RULES
 from bebop.store.environment import device_name
 from bebop.store.sinks import Sinks
 from bebop.store.tables import write_csv
+from bebop.verifiers import VerifierBox
 
 log = logging.getLogger(__name__)
 ALL = "all"
@@ -209,10 +211,22 @@ def _points(scores: AnchorScores) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _rewards(prompts: Sequence[Prompt], rollouts: Sequence[Rollout], tokenizer: Any) -> list[float | None]:
-    return [
-        score(prompt, tokenizer.decode(rollout.token_ids, skip_special_tokens=True)) if prompt.entry else None
-        for prompt, rollout in zip(prompts, rollouts, strict=True)
-    ]
+    """Rewards, computed in the box; None for prompts without a verifier."""
+    with VerifierBox(bounds=(0.0, 1.0)) as box:
+        pending = [
+            box.submit(
+                data_source=prompt.task,
+                solution_str=tokenizer.decode(rollout.token_ids, skip_special_tokens=True),
+                ground_truth=pack(prompt),
+            )
+            if prompt.entry
+            else None
+            for prompt, rollout in zip(prompts, rollouts, strict=True)
+        ]
+        rewards = [None if one is None else one.result().score for one in pending]
+        if failed := sum(box.failures.values()):
+            log.warning("eval: %d of %d rewards failed and count as 0: %s", failed, box.num_scored, dict(box.failures))
+    return rewards
 
 
 def _prompts(config: EvalConfig, tokenizer: Any) -> list[Prompt]:

@@ -9,9 +9,11 @@ does what all scores share, and never sees a response.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -158,6 +160,8 @@ def score_here(function: Callable[..., Any], arguments: Mapping[str, Any], setti
         _limit(settings)
         seen = rights.watch() if settings["sealed"] else []
         value = function(**arguments)
+        if inspect.iscoroutine(value):
+            value = _awaited(value, sealed=settings["sealed"])
         value = value["score"] if isinstance(value, Mapping) else value
         score = float(value)
         if seen:
@@ -176,6 +180,17 @@ def score_here(function: Callable[..., Any], arguments: Mapping[str, Any], setti
         os.write(pipe, json.dumps(result).encode())
     finally:
         os._exit(0)
+
+
+def _awaited(coroutine: Any, *, sealed: bool) -> Any:
+    """The result of an async function. A sealed one runs without an event loop, which would need a socket."""
+    if not sealed:
+        return asyncio.run(coroutine)
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise RuntimeError("a sealed reward function waits for something outside of it")
 
 
 def _limit(settings: Mapping[str, Any]) -> None:

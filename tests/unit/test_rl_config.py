@@ -250,3 +250,14 @@ def test_the_line_of_a_workers_error_is_its_own_and_not_rays():
     assert told("3 group(s) of responses failed: ValueError: x\nTraceback ...") == (
         "3 group(s) of responses failed: ValueError: x"
     )
+
+
+def test_a_reward_function_under_verls_keys_runs_in_the_box(policy: Policy, tmp_path: Path):
+    own = tmp_path / "my rewards.py"
+    given = [f"reward.custom_reward_function.path='{own}'", "reward.custom_reward_function.name=mine"]
+    boxed = compose(grpo_config(grpo={"verl_overrides": given}), policy, tmp_path).reward.custom_reward_function
+    assert boxed.reward_kwargs.function == f"{own}:mine" and boxed.reward_kwargs.sealed
+    assert Path(boxed.path).name == "reward.py" and boxed.name == "compute_score"
+    config = grpo_config(grpo={"reward_function": "my_rewards:judge", "reward_sealed": False, "reward_timeout_s": 30})
+    kwargs = compose(config, policy, tmp_path).reward.custom_reward_function.reward_kwargs
+    assert (kwargs.function, kwargs.sealed, kwargs.timeout_s) == ("my_rewards:judge", False, 30)

@@ -16,6 +16,7 @@ from bebop.rl.trainer.step_metrics import (
     numbers,
     pooled,
     staleness,
+    verifier_failures,
     zero_spread_share,
 )
 
@@ -83,3 +84,12 @@ def test_lost_log_probabilities_are_not_hidden_by_the_maximum():
 def test_only_scalars_of_verls_metrics_are_kept():
     kept = numbers({"actor/lr": 1e-3, "one": torch.tensor(2.0), "text": "x", "many": [1, 2], "none": None})
     assert kept == {"actor/lr": 1e-3, "one": 2.0}
+
+
+def test_failed_rewards_are_counted_by_kind():
+    fields = [{"reward_extra_info": {"verifier_failure": kind}} for kind in ("", "timeout", "", "memory")]
+    found = verifier_failures(fields)
+    assert found["rewards/failed_share"] == 0.5
+    assert found["rewards/failed_timeout"] == found["rewards/failed_memory"] == 1.0
+    assert found["rewards/failed_died"] == 0.0
+    assert verifier_failures([{}]) == {}

@@ -69,6 +69,8 @@ seen = []
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     seen.append(1)
     return eval(solution_str)
+async def later(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": eval(solution_str), "more": 1}
 def loud(data_source, solution_str, ground_truth, extra_info=None):
     try:
         exec(solution_str)
@@ -151,3 +153,9 @@ def test_a_function_that_is_not_there_is_refused_in_one_line(tmp_path):
     ):
         box.score(data_source="own", solution_str="", ground_truth="")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_an_async_function_scores_too(file, sealed):
+    with VerifierBox(f"{file}:later", sealed=sealed) as box:
+        assert box.score(data_source="own", solution_str="0.75", ground_truth="").score == 0.75

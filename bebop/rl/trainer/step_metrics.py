@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bebop.records import DraftCounts
+from bebop.verifiers import FAILURES
 
 
 def counts_of(fields: Mapping[str, Any]) -> DraftCounts | None:
@@ -60,6 +61,15 @@ def largest_probability_gap(
         return None
     gap = (trainer_logprobs.double().exp() - rollout_logprobs.double().exp()).abs()[chosen]
     return math.nan if not torch.isfinite(gap).all() else gap.max().item()
+
+
+def verifier_failures(fields: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Share of a batch's rewards that failed in the box, and their number by kind; {} where none came from the box."""
+    kinds = [(one.get("reward_extra_info") or {}).get("verifier_failure") for one in fields]
+    if not kinds or kinds[0] is None:
+        return {}
+    share = sum(bool(kind) for kind in kinds) / len(kinds)
+    return {"rewards/failed_share": share} | {f"rewards/failed_{kind}": float(kinds.count(kind)) for kind in FAILURES}
 
 
 def staleness(tags: Sequence[Mapping[str, Any]], trained_version: int) -> list[int]:

@@ -66,7 +66,7 @@ def record_of(
         heads_checksum_trainer=ours.get("heads"),
         heads_checksum_engine=theirs.get("heads"),
         step_s=step_s,
-        extra=step_metrics.numbers(metrics),
+        extra=step_metrics.numbers(metrics) | step_metrics.verifier_failures(_listed(data["extra_fields"])),
     )
     prompts = dict(zip(groups, _listed(data["extra_info"]), strict=True))
     return record, [info["prompt_id"] for info in prompts.values()]

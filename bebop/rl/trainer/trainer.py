@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,15 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from bebop.errors import HeadsDiffer, ProbabilitiesDiffer, RolloutFailed
+from bebop.errors import HeadsDiffer, ProbabilitiesDiffer, RolloutFailed, VerifierError
+from bebop.records import StepRecord
 from bebop.rl import checkpoints
 from bebop.rl.rollout.agent import PartialRolloutClient, ServerManager
 from bebop.rl.trainer import advantage
 from bebop.rl.trainer.step_record import on_policy_gap, record_of
 from bebop.rl.trainer.watchdog import Watchdog
 from bebop.rl.trainer.worker import PolicyWorker
+from bebop.verifiers import FAILURES
 
 
 class Safeguards:
@@ -56,6 +59,7 @@ class Safeguards:
         self.checksums: dict[str, Any] = {}
         self.gap: float | None = None
         self.saved: int | None = None
+        self.failed_shares: deque[float] = deque(maxlen=10)
         self.watchdog = Watchdog(config.bebop.watchdog_s)
         super().__init__(config)
         dynamic = bool((config.algorithm.get("filter_groups") or {}).get("enable"))
@@ -203,9 +207,25 @@ class Safeguards:
             metrics=metrics,
         )
         self.sinks.step(record, prompt_ids, total=self.total_training_steps)
+        self._check_rewards(record)
         if self.saved == global_steps:
             checkpoints.mark_complete(self.run_dir, global_steps, submitted=self.submitted)
             checkpoints.prune(self.run_dir, self.bebop.keep_checkpoints)
+
+    def _check_rewards(self, record: StepRecord) -> None:
+        """Stop a run whose rewards fail: it would train on zeros."""
+        share = record.extra.get("rewards/failed_share")
+        if share is None:
+            return
+        self.failed_shares.append(share)
+        mean = sum(self.failed_shares) / len(self.failed_shares)
+        if mean > self.bebop.reward_failures_limit:
+            kinds = {k: n for k in FAILURES if (n := int(record.extra[f"rewards/failed_{k}"]))}
+            raise VerifierError(
+                f"{mean:.0%} of the rewards of the last {len(self.failed_shares)} steps failed, in this step {kinds}, "
+                f"expected at most {self.bebop.reward_failures_limit:.0%} (grpo.reward_failures_limit): mend the "
+                "reward function, or raise grpo.reward_timeout_s"
+            )
 
 
 @register_trainer("bebop_sync")

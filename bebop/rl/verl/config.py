@@ -21,8 +21,10 @@ from bebop.data.tasks import has_verifier
 from bebop.engines.vllm_engine.rules import rule_methods
 from bebop.errors import ConfigError
 from bebop.registry import nearest
+from bebop.verifiers import TASKS_FUNCTION
 
 LOGITS_BUDGET = 2**27  # largest number of logits in one training micro-batch, a fp32 tensor of 512 MiB
+BOXED_REWARD = Path(__file__).parents[1] / "rollout" / "reward.py"
 NOT_OURS = {  # verl's key -> the one value under which weights and heads reach the engine; what to do otherwise
     "actor_rollout_ref.actor.strategy": ("fsdp2", "weights leave verl's FSDP2 engine only"),
     "actor_rollout_ref.rollout.quantization": (None, "the rollout would sample another policy than the one trained"),
@@ -90,10 +92,19 @@ def compose(
     except Exception as error:  # hydra's own hierarchy; each means that the override cannot be applied
         raise ConfigError(f"grpo.verl_overrides: {_first_line(error)}") from None
     refuse_adapters(composed)
+    _box_rewards(composed)
     for key, (allowed, advice) in NOT_OURS.items():
         if (value := OmegaConf.select(composed, key)) not in (allowed, None):
             raise ConfigError(f"grpo.verl_overrides: {key}={value}, expected {allowed}: {advice}")
     return composed
+
+
+def _box_rewards(composed: DictConfig) -> None:
+    """A reward function that was given under verl's own keys runs in the box too."""
+    given = composed.reward.custom_reward_function
+    if str(given.path) != str(BOXED_REWARD):
+        given.reward_kwargs.function = f"{Path(given.path).resolve()}:{given.name}"
+        given.path, given.name = str(BOXED_REWARD), "compute_score"
 
 
 def check(config: GrpoConfig, policy: Policy, *, num_gpus: int) -> None:
@@ -213,8 +224,13 @@ def overrides(
         ),
         "algorithm.rollout_correction.rollout_is_threshold": trainer.importance_cap,
         "reward.num_workers": 0 if on_cpu else 8,  # 0: in the agent loop's own process
-        "reward.custom_reward_function.path": str(Path(__file__).parents[1] / "rollout" / "reward.py"),
+        "reward.custom_reward_function.path": str(BOXED_REWARD),
         "reward.custom_reward_function.name": "compute_score",
+        "reward.custom_reward_function.reward_kwargs": {
+            "function": grpo.reward_function or TASKS_FUNCTION,
+            "sealed": grpo.reward_sealed,
+            "timeout_s": grpo.reward_timeout_s,
+        },
         # loop
         "trainer.v1.trainer_mode": f"bebop_{trainer.mode}",
         "trainer.v1.colocate_async.num_warmup_batches": trainer.max_staleness,
@@ -247,6 +263,7 @@ def overrides(
         "bebop.probs_diff_limit": grpo.probs_diff_limit
         or (PROBS_DIFF_LIMIT if on_cpu else PROBS_DIFF_LIMIT_GPU)[config.model.dtype],
         "bebop.watchdog_s": grpo.watchdog_s,
+        "bebop.reward_failures_limit": grpo.reward_failures_limit,
         "bebop.keep_checkpoints": grpo.keep_checkpoints,
         "bebop.wandb": config.logger.wandb,
     }
