@@ -33,7 +33,7 @@ def heads(tiny_random, tmp_path_factory):
 
 def test_the_policy_s_own_samples_are_kept_with_their_logprobs(heads):
     result, folder = heads
-    (text,) = (folder / "home" / "text").iterdir()
+    (text,) = (file.parent for file in (folder / "home" / "text").glob("*/heldout.parquet"))
     rows = read_rows(text / "train.parquet")
     assert len(rows) == DATA.num_prompts
     assert all(len(row.logprobs) == len(row.response_ids) == len(row.response_mask) for row in rows)
