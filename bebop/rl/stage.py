@@ -24,7 +24,7 @@ from bebop.rl import checkpoints
 from bebop.rl.environment import ENGINE_LOG, run_environment
 from bebop.rl.prompts import write_parquet
 from bebop.rl.verl.config import Policy, compose, save
-from bebop.store.files import read_json
+from bebop.store.files import check_room, folder_size, read_json
 from bebop.store.metrics import JsonlSink, read_records
 from bebop.store.run_folder import owned, write_summary
 
@@ -64,6 +64,8 @@ def _run(config: GrpoConfig, run_dir: Path, policy_dir: Path | None, num_gpus: i
     _write_prompts(config, run_dir)
     _note_entropy_range(policy.path, run_dir)
     if step is None or step < config.grpo.steps:
+        # policy as a directory, its parameters, and AdamW's two moments: at least, as the policy may be in 16 bits
+        check_room(run_dir, 4 * folder_size(policy.path), "a checkpoint")
         _train(run_dir, run_environment(run_dir, on_cpu=num_gpus == 0))
     last = checkpoints.latest(run_dir)
     result = {

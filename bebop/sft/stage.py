@@ -14,7 +14,7 @@ from bebop.policies import prepare_policy
 from bebop.sft.job import Job
 from bebop.sft.launch import launch
 from bebop.sft.training_sequences import prepare_text
-from bebop.store.files import cache_home, check_room, read_json, write_text
+from bebop.store.files import cache_home, check_room, folder_size, read_json, write_text
 from bebop.store.run_folder import owned, refuse_changes, write_summary
 from bebop.store.wandb import check_wandb
 
@@ -63,8 +63,7 @@ def _run(config: SftConfig, run_dir: Path) -> dict[str, float]:
     started = time.monotonic()
     policy_dir = prepare_policy(config.model, config.seed, max_model_len=config.rollout.max_model_len)
     times["policy_s"] = time.monotonic() - started
-    size = sum(file.stat().st_size for file in policy_dir.iterdir() if file.is_file())
-    check_room(run_dir, size, "a copy of the policy")
+    check_room(run_dir, folder_size(policy_dir), "a copy of the policy")
     text_dir, _ = prepare_text(config, policy_dir, cache_home())
     times["text_s"] = time.monotonic() - started - times["policy_s"]
     train(config, policy_dir, text_dir, run_dir)

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bebop.errors import BadInput, DiskError
+from bebop.errors import BadInput, ConfigError, DiskError
 
 log = logging.getLogger(__name__)
 PART = ".part"  # suffix of what is not finished
@@ -163,8 +163,11 @@ def try_lock(fd: int) -> bool:
 
 
 def cache_home() -> Path:
-    """$BEBOP_HOME, or ~/.cache/bebop."""
-    return Path(os.environ.get("BEBOP_HOME") or Path.home() / ".cache" / "bebop")
+    """$BEBOP_HOME, or ~/.cache/bebop. Raises ConfigError for a user without a home."""
+    try:
+        return Path(os.environ.get("BEBOP_HOME") or Path.home() / ".cache" / "bebop")
+    except RuntimeError:
+        raise ConfigError("this user has no home directory; set BEBOP_HOME=<folder for policies and text>") from None
 
 
 def content_hash(parts: Mapping[str, Any], digits: int = 12) -> str:
@@ -210,6 +213,11 @@ def safe_name(text: str, limit: int = 80) -> str:
 def human_size(num_bytes: float) -> str:
     """Bytes in MiB, or in GiB from 1 GiB on."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of the files in `folder`, without its subfolders."""
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
 
 
 def check_room(folder: Path, num_bytes: int, what: str) -> None:
