@@ -130,17 +130,18 @@ class ErrorFile:
         except OSError:
             print(*details, message_of(error), sep="\n", file=sys.stderr, flush=True)
 
-    def message(self, exit_code: int, output: str, pick: Callable[[str], str] = str) -> str:
+    def message(self, exit_code: int, output: str, pick: Callable[[str], str] | None = None) -> str:
         """What the child wrote; else how it ended, by `exit_code` (negative: a signal), and where its `output` is.
 
-        pick: chooses the line to show from what the child wrote.
+        pick: chooses the line to show from what the child wrote; default: all of it, as one line.
         """
         try:
             written = read_json(self.path).get("message")
         except BadInput:
             written = None
         if written:
-            return f"{pick(written)} (traceback in {self.path}, output {output})"
+            shown = pick(written) if pick else " ".join(written.split())
+            return f"{shown} (traceback in {self.path}, output {output})"
         how = f"exit code {exit_code}"
         if exit_code < 0:
             name = signal.Signals(-exit_code).name

@@ -104,9 +104,9 @@ def test_child_without_a_message_is_told_by_its_end(tmp_path):
     (tmp_path / "error.json").touch()  # a disk that was full
     assert "exit code 3" in file.message(3, "above")
     file.clear()
-    file.write(ConfigError("sft.lr=2: lower it"))
-    file.write(RuntimeError("later"))
-    assert file.message(1, "above").startswith("sft.lr=2: lower it (traceback in")
+    file.write(RuntimeError("shapes differ\n  here"))
+    file.write(ConfigError("later"))
+    assert file.message(1, "above").startswith("RuntimeError: shapes differ here (traceback in")
 
 
 def test_child_whose_parent_has_ended_ends_at_once():
