@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from bebop.errors import BadInput
+from bebop.registry import Registry
 
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config keys that claim MTP layers
 READ_AS = {"mimo": "qwen2"}  # model types without a decoder of their own in transformers (bebop.mtp.mimo)
@@ -53,6 +54,7 @@ class Family:
     parts: Mapping[str, str]  # part of the head -> its name behind the prefix; "" is all that no other part claims
     shared: tuple[str, ...] = ()  # copies of the policy's own tensors, which the engine ignores
     architecture: str | None = None  # in config.json's `architectures`: marks the family whatever the model_type
+    served_by_bebop: bool = False  # by bebop's class pair in vLLM, around the policy's own decoder layer
     rotary: str = "RotaryEmbedding"
     zero_at_start: bool = False
     chains_normed: bool = True
@@ -151,6 +153,7 @@ MIMO = Family(
 )
 DECODER = Family(
     name="decoder",
+    served_by_bebop=True,
     classes={"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"},
     count_key="num_nextn_predict_layers",
     prefix="mtp.",
@@ -159,7 +162,8 @@ DECODER = Family(
     proj="fc",
     parts=_QWEN,
 )
-FAMILIES = (
+FAMILIES: Registry[Family] = Registry("family", key="model.path")
+for _family in (
     DECODER,  # before MIMO, which has Qwen3 policies of some shapes only: those are marked by their architecture
     MIMO,
     Family(
@@ -185,7 +189,18 @@ FAMILIES = (
     ),
     Family(name="deepseek_v3", classes={"deepseek_v3": "DeepseekV3"}, **_NUMBERED),
     Family(name="glm4_moe", classes={"glm4_moe": "Glm4Moe"}, chains_normed=False, **_NUMBERED),
-)
+):
+    FAMILIES.register(_family.name, _family)
+
+
+def families() -> list[Family]:
+    """All registered families, in the order of their registration."""
+    return [FAMILIES[name] for name in FAMILIES]
+
+
+def served_by_bebop() -> dict[str, str]:
+    """model_type -> Class of every policy that vLLM serves by bebop's class pair (bebop.engines.vllm_engine)."""
+    return {kind: name for family in families() if family.served_by_bebop for kind, name in family.classes.items()}
 
 
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -205,18 +220,19 @@ def known_family(config: Mapping[str, Any]) -> Family | None:
     """The family of a config.json, or None."""
     named = config.get("architectures") or []
     model_type = decoder_config(config).get("model_type")
-    marked = [family for family in FAMILIES if family.architecture in named and model_type in family.classes]
-    return next((family for family in (*marked, *FAMILIES) if model_type in family.classes), None)
+    known = families()
+    marked = [family for family in known if family.architecture in named]
+    return next((family for family in (*marked, *known) if model_type in family.classes), None)
 
 
 def family_of(config: Mapping[str, Any], where: Path | str = "config.json") -> Family:
     """The family of a config.json. Raises ValueError, with what is known and how to add one, where there is none."""
     family = known_family(config)
     if family is None:
-        known = ", ".join(f"{each.name} ({'/'.join(each.classes)})" for each in FAMILIES)
+        known = ", ".join(f"{each.name} ({'/'.join(each.classes)})" for each in families())
         raise BadInput(
             f"{where}: no MTP heads are known for model_type={decoder_config(config).get('model_type')}; expected one "
-            f"of {known}; another family takes a row of FAMILIES in bebop/mtp/families.py"
+            f"of {known}; register another one in FAMILIES, see docs/extending.md"
         )
     return family
 

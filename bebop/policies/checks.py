@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bebop.errors import BadInput
 from bebop.mtp.checkpoint import INDEX, SINGLE
-from bebop.mtp.families import DECODER, FAMILIES, MIMO, READ_AS, claimed_layers, known_family
+from bebop.mtp.families import MIMO, READ_AS, claimed_layers, families, known_family
 from bebop.policies.layout import ARCHITECTURE
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def checked_config(source: Path) -> dict[str, Any]:
 def stands(config: Mapping[str, Any]) -> bool:
     """Whether a directory with this config.json is a policy as it is, and not a source of one."""
     family = known_family(config)
-    if family is DECODER:
+    if family is not None and family.served_by_bebop:
         return claimed_layers(config) > 0
     return family is not MIMO or config["architectures"] == [ARCHITECTURE]
 
@@ -56,16 +56,20 @@ def stands(config: Mapping[str, Any]) -> bool:
 def _check_class(source: Path, config: Mapping[str, Any]) -> None:
     kind, architectures = config.get("model_type"), config.get("architectures") or []
     family = known_family(config)
-    if family not in (MIMO, DECODER, None):
+    if family not in (MIMO, None) and not family.served_by_bebop:
         return
-    own = [f"{each.classes[kind]}ForCausalLM" for each in (MIMO, DECODER) if kind in each.classes]
+    own = [
+        f"{each.classes[kind]}ForCausalLM"
+        for each in families()
+        if (each is MIMO or each.served_by_bebop) and kind in each.classes
+    ]
     allowed = ([] if kind in READ_AS else own) + ([ARCHITECTURE] if kind in MIMO.classes else [])
     if len(architectures) != 1 or architectures[0] not in allowed:
-        known = ", ".join(dict.fromkeys(kind for each in FAMILIES for kind in each.classes))
+        known = ", ".join(dict.fromkeys(kind for each in families() for kind in each.classes))
         raise BadInput(
             f"model.path={source}: model_type {kind} with architectures {architectures}; expected a causal language "
-            f"model with its own class of one of these model types: {known}; another one takes a row of FAMILIES in "
-            "bebop/mtp/families.py"
+            f"model with its own class of one of these model types: {known}; register another "
+            "one in FAMILIES, see docs/extending.md"
         )
 
 

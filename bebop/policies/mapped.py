@@ -31,7 +31,7 @@ from torch import Tensor
 from bebop.config import Model
 from bebop.errors import BadInput
 from bebop.mtp.checkpoint import INDEX, SINGLE, WEIGHT_SUFFIXES, Tensors
-from bebop.mtp.families import DECODER, MIMO, Family, decoder_config
+from bebop.mtp.families import MIMO, Family, decoder_config, family_of
 from bebop.policies import checks
 from bebop.policies.layout import ARCHITECTURE
 from bebop.policies.smollm2 import PACKAGE, find_smollm2, write_smollm2
@@ -66,7 +66,7 @@ def layout_of(config: Any) -> Family:
     heads, width = config.num_attention_heads, config.hidden_size
     if config.model_type == "qwen3" and config.head_dim * heads == width:
         return MIMO
-    return MIMO if config.model_type == "qwen2" else DECODER
+    return MIMO if config.model_type == "qwen2" else family_of({"model_type": config.model_type})
 
 
 def with_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

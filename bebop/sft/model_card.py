@@ -17,7 +17,7 @@ from huggingface_hub import RepoCard
 
 from bebop.acceptance import record_key
 from bebop.mtp.checkpoint import read_config
-from bebop.mtp.families import DECODER, READ_AS, known_family
+from bebop.mtp.families import READ_AS, known_family
 from bebop.spec import RULES
 from bebop.store.files import write_text
 from bebop.store.tables import format_table
@@ -44,7 +44,7 @@ def write_card(checkpoint: Path, made: Mapping[str, Any]) -> None:
 def needs_bebop(config: Mapping[str, Any]) -> bool:
     """Whether vLLM serves a directory with this config.json only where bebop is installed: its class for heads on
     policies without heads of their own, and its reading of `model_type: mimo` without MiMo's own code."""
-    return known_family(config) is DECODER or config.get("model_type") in READ_AS
+    return getattr(known_family(config), "served_by_bebop", False) or config.get("model_type") in READ_AS
 
 
 def serve_command(num_speculative_tokens: int) -> str:

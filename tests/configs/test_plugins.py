@@ -118,15 +118,70 @@ def test_a_rule_from_a_users_file_is_proven_and_scored_like_the_built_in_ones(tm
     assert bebop("eval", *words, "rollout=torch", cwd=tmp_path).returncode == 0
 
 
+ENGINE = """
+from bebop.engines import ENGINES, EngineInfo
+
+
+def make(*arguments, **settings):
+    from bebop.engines.torch_engine import TorchEngine
+
+    print("the engine of my_engine.py starts", flush=True)
+    return TorchEngine(*arguments, **settings)
+
+
+ENGINES.register("mine", EngineInfo(make=make))
+"""
+
+TASK = """
+from bebop.data import TASKS, TaskSource
+
+
+class Echo:
+    def __init__(self, params):
+        self.length = params.get("length", 3)
+
+    def __getitem__(self, i):
+        word = str(i)[: self.length]
+        return {"question": f"Repeat {word}{i}", "answer": f"{word}{i}"}
+
+
+TASKS.register("echo", TaskSource(items=Echo, verify=lambda answer, item: float(answer == item["answer"])))
+"""
+
+
+def test_a_task_from_a_users_file_gives_prompts_and_rewards(tmp_path):
+    (tmp_path / "my_task.py").write_text(TASK)
+    code = (
+        "from bebop import registry\n"
+        "registry.use(['./my_task.py'])\n"
+        "from bebop.config import Task\n"
+        "from bebop.data import make_prompts\n"
+        "from bebop.data.tasks import pack\n"
+        "from bebop.verifiers import VerifierBox\n"
+        "prompts = make_prompts([Task(name='echo', params={'length': 2})], 3, 0, 'rl')\n"
+        "with VerifierBox() as box:\n"
+        "    for p in prompts:\n"
+        "        for text in (f\"Answer: {p.entry['answer']}\", 'Answer: x'):\n"
+        "            print(box.score(data_source=p.task, solution_str=text, ground_truth=pack(p)).score)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1.0", "0.0"] * 3
+
+
 @pytest.mark.e2e
-def test_a_rule_from_a_users_file_runs_in_an_engine_and_in_eval(tmp_path, tiny_random):
+def test_a_rule_an_engine_and_a_task_from_users_files_run_in_eval(tmp_path, tiny_random):
     (tmp_path / "my_rule.py").write_text(RULE)
+    (tmp_path / "my_engine.py").write_text(ENGINE)
+    (tmp_path / "my_task.py").write_text(TASK)
     words = ["model=hf", f"model.path={tiny_random}", "model.dtype=float32", "data.num_heldout=24"]
-    words += ["rollout=torch", "rollout.rule=lazy", "plugins=[./my_rule.py]", "run_dir=run", "logger.wandb=disabled"]
+    words += ["rollout=torch", "rollout.rule=lazy", "plugins=[./my_rule.py,./my_engine.py,./my_task.py]", "run_dir=run"]
+    words += ["logger.wandb=disabled", "rollout.engine=mine", "data.tasks=[{name: echo}]"]
     done = bebop("eval", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     scored, agreement = summary["tasks"]["all"]["scored"], summary["tasks"]["all"]["agreement"]
     assert summary["rule"] == "lazy" and agreement["agrees"]
+    assert "the engine of my_engine.py starts" in done.stdout
     assert scored["accepted_lazy"][0] == pytest.approx(0.5 * scored["accepted"][0])
     assert "scored_lazy" in (tmp_path / "run" / "eval.csv").read_text()

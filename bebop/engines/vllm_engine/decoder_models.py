@@ -16,6 +16,7 @@ import copy
 import importlib
 import inspect
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 
 from bebop.engines.vllm_engine.registration import STOCK, has_heads
 from bebop.errors import EngineRefused
-from bebop.mtp.families import DECODER
+from bebop.mtp.families import DECODER, served_by_bebop
 
 Weights = Iterable[tuple[str, Tensor]]
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -35,7 +36,7 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 def __getattr__(name: str) -> Any:
     """The target class `<Class>ForCausalLM` of a row of DECODER, made when asked for."""
-    for model_type, prefix in DECODER.classes.items():
+    for model_type, prefix in served_by_bebop().items():
         if name == f"{prefix}ForCausalLM":
             globals()[name] = _target(model_type, name)
             return globals()[name]
@@ -152,7 +153,7 @@ class DecoderMTP(nn.Module):
 
 
 def _class(config: Any) -> str:
-    return DECODER.classes[type(config).model_type]  # the draft's own model_type is `mtp`
+    return served_by_bebop()[type(config).model_type]  # the draft's own model_type is `mtp`
 
 
 def _module(config: Any) -> Any:
@@ -185,4 +186,4 @@ def _expected(config: Any, seen: set[str]) -> set[str]:
     own = copy.deepcopy(config)
     own.model_type = type(config).model_type
     with torch.device("meta"):
-        return set(head_state(MtpHead(DECODER, own, stacked=stacks_experts(seen))))
+        return set(head_state(MtpHead(replace(DECODER, classes=served_by_bebop()), own, stacked=stacks_experts(seen))))

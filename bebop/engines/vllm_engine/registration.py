@@ -6,9 +6,9 @@
 | `[LlamaForCausalLM]` and the like,    | vLLM's own, without the tensors    | `DecoderMTP`, around |
 | `num_nextn_predict_layers: 1`         | `mtp.*` (bebop...decoder_models)   | the target's layer   |
 
-A row of `bebop.mtp.families.DECODER` is all that a further decoder takes: vLLM's module has the name of the model type,
-its classes are `<Class>ForCausalLM` and `<Class>DecoderLayer`. Classes are named by strings, so that a process imports
-vLLM's model code only for the policy that it serves.
+A family with `served_by_bebop` (bebop.mtp.families) is all that a further decoder takes: vLLM's module has the name of
+the model type, its classes are `<Class>ForCausalLM` and `<Class>DecoderLayer`. Classes are named by
+strings, so that a process imports vLLM's model code only for the policy that it serves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from bebop.mtp.families import DECODER, MIMO
+from bebop.mtp.families import DECODER, MIMO, served_by_bebop
 
 logger = logging.getLogger("bebop.engines")
 
@@ -28,7 +28,7 @@ STOCK = "vllm.model_executor.models"
 def has_heads(config: Any) -> bool:
     """Whether transformers' config is of a policy with heads of family `decoder`."""
     named = getattr(config, "architectures", None) or []
-    of_family = type(config).model_type in DECODER.classes and MIMO.architecture not in named
+    of_family = type(config).model_type in served_by_bebop() and MIMO.architecture not in named
     return of_family and bool(getattr(config, DECODER.count_key, 0))
 
 
@@ -46,7 +46,7 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.config.speculative import SpeculativeConfig
 
-    for model_type, prefix in DECODER.classes.items():
+    for model_type, prefix in served_by_bebop().items():
         name = f"{prefix}ForCausalLM"
         module = getattr(ModelRegistry.models.get(name), "module_name", None)
         if module == f"{STOCK}.{model_type}":
