@@ -62,8 +62,8 @@ def family_config(
         "head_dim": width,
         "num_key_value_heads": max(1, num_heads // 2),
         "layer_types": kinds,
-        "linear_key_head_dim": width,
-        "linear_value_head_dim": width,
+        "linear_key_head_dim": 128,  # as published; vLLM's kernels on a CPU do not take a small one
+        "linear_value_head_dim": 128,
         "linear_num_key_heads": num_heads,
         "linear_num_value_heads": 2 * num_heads,
         "rope_parameters": dict(GATED),

@@ -99,7 +99,18 @@ def _train(run_dir: Path, env: dict[str, str]) -> None:
     finally:
         end_marked(run_dir, grace_s=ENDING_S if process.poll() == 0 else 2.0)
     if code != 0:
-        raise RlError(failure.message(code, f"in {run_dir / LOG}", pick=told))
+        raise RlError(failure.message(code, f"in {run_dir / LOG}", pick=lambda message: reason(message, run_dir / LOG)))
+
+
+def reason(message: str, log: Path) -> str:
+    """An error's own line; of an engine that died, what it died of, which vLLM writes only to the log."""
+    line = told(message)
+    if "EngineDeadError" in line and log.is_file():
+        died = [text for text in log.read_text(errors="replace").splitlines() if "(EngineCore pid=" in text]
+        named = [found[1] for text in died if (found := re.search(r"\] (\w+(?:\.\w+)*(?:Error|Exception): .+)$", text))]
+        if named:
+            return f"vLLM's engine died: {named[-1]}"
+    return line
 
 
 def told(message: str) -> str:

@@ -45,9 +45,7 @@ def check_checkpoint(run_dir: Path, policy: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["vllm", "torch"])
 def test_a_tied_policy_in_many_buckets_is_served_as_trained(tmp_path: Path, engine: str):
-    shape = {"tied": True, "hidden_size": 256, "num_heads": 4, "linear_layers": False}
-    model_type = {"vllm": "qwen3_5_text", "torch": "llama"}[engine]
-    policy = random_checkpoint(tmp_path / "policy", model_type=model_type, **shape)
+    policy = random_checkpoint(tmp_path / "policy", model_type="llama", tied=True, hidden_size=256, num_heads=4)
     tree = {"engine": "torch", "tree": "rheo", "tree_width": 3, "tree_depth": 4, "tree_budget": 10}
     mode, rollout = ("sync", tree) if engine == "torch" else ("colocate_async", {})
     values = config(mode, rollout=rollout, verl=(BUCKETS,), steps=STEPS, save_every=STEPS)
