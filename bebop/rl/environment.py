@@ -30,6 +30,8 @@ def run_environment(run_dir: Path, *, on_cpu: bool, base: Mapping[str, str] | No
         "TOKENIZERS_PARALLELISM": "false",
         "HF_DATASETS_CACHE": str(run_dir / "cache"),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else Ray replaces 127.0.0.1 by the machine's own address
+        "GLOO_SOCKET_IFNAME": "lo",
         "RAY_worker_niceness": "0",  # Ray's 15 lets anything else on the machine starve the run
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         # idle workers that Ray starts ahead find no use: verl's actors have environments of their own

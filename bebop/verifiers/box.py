@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from bebop.errors import BadInput, VerifierError
+from bebop.processes import RUN_ENV
 from bebop.registry import PLUGINS_ENV
 
 TASKS_FUNCTION = "bebop.data.tasks:compute_score"  # the verifiers of data.tasks
@@ -137,8 +138,9 @@ class VerifierBox:
         return self._helper
 
     def _start(self) -> subprocess.Popen[str]:
-        # Nothing of the caller's environment but what Python needs to import: no keys, no tokens.
+        # Nothing of the caller's environment but what Python needs to import: no keys, no tokens. And the run's mark.
         kept = (
+            RUN_ENV,
             "PATH",
             "HOME",
             "LANG",

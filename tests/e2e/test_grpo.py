@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from grpo_runs import check_served, config, finish, no_process_left, start, wait_for_step
+from grpo_runs import check_served, config, finish, listening, no_process_left, start, wait_for_step
 
 from bebop.monitor import read_steps
 from bebop.processes import marked
@@ -42,6 +42,7 @@ def killed_and_resumed(tiny_random: Path, tmp_path_factory: pytest.TempPathFacto
     values = config("colocate_async", steps=6, save_every=2)
     first = start(values, run_dir, tiny_random)
     wait_for_step(first, run_dir, 3)
+    (run_dir / "listening.json").write_text(json.dumps(sorted(listening(run_dir))))
     first.send_signal(signal.SIGKILL)
     first.wait()
     assert no_process_left(run_dir, within_s=20), "the kernel ends a killed run's processes"
@@ -58,6 +59,11 @@ def test_async_run_is_logged_whole_and_serves_the_trainers_heads(killed_and_resu
     records = read_steps(killed_and_resumed)
     assert records[0].probs_diff_max is not None  # everything is on-policy there
     assert max(record.staleness_max for record in records) == 1
+
+
+def test_nothing_of_a_run_listens_on_another_interface(killed_and_resumed: Path):
+    sockets = json.loads((killed_and_resumed / "listening.json").read_text())
+    assert sockets and all(address.removeprefix("::ffff:").startswith("127.") for _, address in sockets), sockets
 
 
 def test_killed_run_repeats_and_skips_no_prompt(killed_and_resumed: Path):

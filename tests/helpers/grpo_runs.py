@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bebop.monitor import read_steps
@@ -82,6 +84,18 @@ def no_process_left(run_dir: Path, within_s: float) -> bool:
     while marked(run_dir) and time.monotonic() < deadline:
         time.sleep(0.2)
     return not marked(run_dir)
+
+
+def listening(run_dir: Path) -> set[tuple[str, str]]:
+    """(process, address) of every socket on which a process of the run waits for connections."""
+    found = set()
+    for pid in marked(run_dir):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add((" ".join(process.cmdline())[:60], connection.laddr.ip))
+    return found
 
 
 def check_served(records: list[StepRecord], steps: int) -> None:

