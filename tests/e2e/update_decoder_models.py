@@ -24,6 +24,8 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
 
 def update(worker, path: str) -> list[list[str]]:
     """Every tensor is a bucket of its own, and all come in a random order, to target and drafter alike."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
     runner = worker.model_runner
     tensors = list(load_file(path).items())
     random.Random(0).shuffle(tensors)
@@ -31,6 +33,9 @@ def update(worker, path: str) -> list[list[str]]:
     loaded = [[name, *sorted(target.load_weights([(name, t)])), "|"] for name, t in tensors]
     for row, (name, tensor) in zip(loaded, tensors, strict=True):
         row += sorted(drafter.load_weights([(name, tensor)]))
+    # as bebop's worker does: vLLM on a CPU multiplies by packed copies of experts
+    for model in (target, drafter):
+        process_weights_after_loading(model, runner.model_config, torch.device("cpu"))
     assert pickle.loads(pickle.dumps(type(target))) is type(target)
     return loaded
 
