@@ -27,8 +27,8 @@ from bebop.errors import BadInput, ConfigError
 class Logger(Section):
     # Weights & Biases mode; offline needs no network and no key
     wandb: Literal["offline", "online", "disabled"] = "offline"
-    # project there
-    project: str = "bebop"
+    # project there, without any of / \\ # ? % : and at most 128 characters long
+    project: str = Field("bebop", min_length=1, max_length=128, pattern=r"^[^/\\#?%:]+$")
     # name of the run there; null: the name of the run folder
     name: str | None = None
 

@@ -7,8 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from bebop.config import Task
+from bebop.data.prompts import make_prompts
 from bebop.data.tasks import pack
+from bebop.data.tokenizer import encode_prompt
+from bebop.errors import BadInput
 from bebop.records import Prompt
 
 
@@ -23,6 +28,27 @@ def rows(prompts: Sequence[Prompt]) -> list[dict]:
         }
         for index, prompt in enumerate(prompts)
     ]
+
+
+def prompts_that_fit(
+    tasks: Sequence[Task], number: int, seed: int, tokenizer: Any, max_tokens: int
+) -> tuple[list[Prompt], int]:
+    """`number` prompts of at most `max_tokens` tokens, and how many longer ones were left out on the way.
+
+    The same list for the same arguments. Raises BadInput if not one prompt in twenty fits.
+    """
+    asked = number
+    while True:
+        prompts = make_prompts(tasks, asked, seed, "rl", solutions=False)  # the first of them are the same each time
+        fits = [i for i, prompt in enumerate(prompts) if len(encode_prompt(tokenizer, prompt)) <= max_tokens]
+        if len(fits) >= number:
+            return [prompts[i] for i in fits[:number]], fits[number - 1] + 1 - number
+        if asked >= 20 * number:
+            raise BadInput(
+                f"data.max_prompt_tokens: got {max_tokens}, and only {len(fits)} of {asked} prompts of data.tasks are "
+                "that short; raise it"
+            )
+        asked *= 2
 
 
 def write_parquet(prompts: Sequence[Prompt], path: Path) -> Path:

@@ -6,6 +6,7 @@ of a run that was killed, or whose engine died, is found by that and ended; noth
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
 import subprocess
@@ -15,20 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from bebop.config import GrpoConfig
-from bebop.data.prompts import make_prompts
+from bebop.data.tokenizer import load_tokenizer
 from bebop.engines import check_policy
 from bebop.errors import ConfigError, RlError
 from bebop.monitor import summarise, write_report
 from bebop.processes import ErrorFile, child_environment, end_marked
 from bebop.rl import checkpoints
 from bebop.rl.environment import ENGINE_LOG, run_environment
-from bebop.rl.prompts import write_parquet
+from bebop.rl.prompts import prompts_that_fit, write_parquet
 from bebop.rl.verl.config import Policy, compose, save
 from bebop.store.files import check_room, folder_size, read_json
 from bebop.store.metrics import JsonlSink, read_records
 from bebop.store.run_folder import owned, write_summary
 
 ERROR, LOG = "error.json", "grpo.log"
+log = logging.getLogger(__name__)
 ENDING_S = 15.0  # for processes to end by themselves before they are killed
 
 
@@ -61,7 +63,7 @@ def _run(config: GrpoConfig, run_dir: Path, policy_dir: Path | None, num_gpus: i
     check_policy(config.rollout, policy.path)
     composed = compose(config, policy, run_dir, num_gpus=num_gpus, resume_from=resume_from)
     save(composed, run_dir / "verl.yaml")
-    _write_prompts(config, run_dir)
+    left_out = _write_prompts(config, policy.path, run_dir)
     _note_entropy_range(policy.path, run_dir)
     if step is None or step < config.grpo.steps:
         # policy as a directory, its parameters, and AdamW's two moments: at least, as the policy may be in 16 bits
@@ -70,6 +72,7 @@ def _run(config: GrpoConfig, run_dir: Path, policy_dir: Path | None, num_gpus: i
     last = checkpoints.latest(run_dir)
     result = {
         **summarise(run_dir),
+        "prompts_left_out": left_out,
         "checkpoint": str(checkpoints.policy_dir(run_dir, last)) if last else None,
         "elapsed_s": round(time.monotonic() - started, 1),
     }
@@ -78,10 +81,14 @@ def _run(config: GrpoConfig, run_dir: Path, policy_dir: Path | None, num_gpus: i
     return result
 
 
-def _write_prompts(config: GrpoConfig, run_dir: Path) -> None:
-    number = config.grpo.steps * config.grpo.prompts_per_step
-    prompts = make_prompts(config.data.tasks, number, config.seed, "rl", solutions=False)
+def _write_prompts(config: GrpoConfig, policy_dir: Path, run_dir: Path) -> int:
+    """Write the run's prompts; returns how many were too long and left out."""
+    number, limit = config.grpo.steps * config.grpo.prompts_per_step, config.data.max_prompt_tokens
+    prompts, left_out = prompts_that_fit(config.data.tasks, number, config.seed, load_tokenizer(policy_dir), limit)
+    if left_out:
+        log.warning("grpo: %d prompts are longer than data.max_prompt_tokens=%d and left out", left_out, limit)
     write_parquet(prompts, run_dir / "prompts.parquet")
+    return left_out
 
 
 def _train(run_dir: Path, env: dict[str, str]) -> None:

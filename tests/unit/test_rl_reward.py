@@ -10,7 +10,9 @@ import pytest
 from bebop.config import Task
 from bebop.data.prompts import make_prompts
 from bebop.data.tasks import pack, score, unpack
-from bebop.rl.prompts import rows, write_parquet
+from bebop.data.tokenizer import encode_prompt, load_tokenizer
+from bebop.errors import BadInput
+from bebop.rl.prompts import prompts_that_fit, rows, write_parquet
 from bebop.rl.rollout import reward
 
 
@@ -47,3 +49,17 @@ def test_parquet_keeps_the_order_of_training(prompts, tmp_path: Path):
     table = pyarrow.parquet.read_table(write_parquet(prompts, tmp_path / "prompts.parquet")).to_pylist()
     assert [row["extra_info"]["prompt_id"] for row in table] == [prompt.prompt_id for prompt in prompts]
     assert table[0]["prompt"] == rows(prompts)[0]["prompt"]
+
+
+def test_prompts_that_are_too_long_are_left_out_before_anything_is_sampled(tiny_random: Path):
+    tokenizer = load_tokenizer(tiny_random)
+    tasks = [Task(name="chain_sum", params={"min_terms": 2, "max_terms": 6})]
+    all_of_them, none = prompts_that_fit(tasks, 12, 0, tokenizer, 1000)
+    assert none == 0
+    lengths = sorted(len(encode_prompt(tokenizer, prompt)) for prompt in all_of_them)
+    short, left_out = prompts_that_fit(tasks, 12, 0, tokenizer, lengths[5])
+    assert len(short) == 12 and left_out >= 5
+    assert all(len(encode_prompt(tokenizer, prompt)) <= lengths[5] for prompt in short)
+    assert short[0] in all_of_them  # those that fit keep their order
+    with pytest.raises(BadInput, match=r"max_prompt_tokens: got 3, and only 0 of"):
+        prompts_that_fit(tasks, 12, 0, tokenizer, 3)
