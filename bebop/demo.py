@@ -78,7 +78,7 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("mean reward, last 5 steps", number("reward_last")),
         ("acceptance length, rejection, pooled", number("acceptance_length", 2)),
         (
-            "slope, tokens per nat (HAC 95 %)",
+            "slope, tokens per nat (95 %)",
             f"{number('slope', 2)}  [{number('slope_low', 2)}, {number('slope_high', 2)}]",
         ),
         ("update the heads online?", str(summary.get("decision"))),

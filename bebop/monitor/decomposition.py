@@ -3,7 +3,9 @@
     AL_t - AL_0 = d_entropy + d_mismatch,   d_entropy = b (H_t - H_0),   d_mismatch = the rest
 
 b and AL_0 = a + b H_0 come from a line fitted on the run's early phase, so d_mismatch is a regression residual,
-AL_t - (a + b H_t), and its interval contains the line's own uncertainty. Steps are compared only if acceptance means
+AL_t - (a + b H_t), and its interval contains the line's own uncertainty. The mean mismatch over the recent steps comes
+from one regression over the early and the recent steps, in which the recent ones have a level and a slope of their own:
+their level at their mean entropy, against the early line, is the mismatch. Steps are compared only if acceptance means
 the same in them: one draft length, one rule, one temperature. Slopes are not pooled over draft lengths, because the
 accepted share falls with the draft length even if nothing else changes.
 """
@@ -17,7 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bebop.errors import BadInput
-from bebop.monitor.slope import MIN_POINTS, Fit, Slope, fit_slope
+from bebop.monitor.regression import half_width, regress
+from bebop.monitor.slope import MIN_POINTS, MIN_SPAN_NATS, Fit, Slope, fit_slope
 from bebop.records import DraftCounts, StepRecord
 
 EARLY_STEPS = 20
@@ -136,20 +139,29 @@ def decompose(history: Sequence[StepRecord], *, early_steps: int = EARLY_STEPS) 
     if slope.fit is None:
         return Decomposition(steps[0].definition, slope, span)
     line, h_0 = slope.fit, steps[0].entropy_nats
-    scatter = max(line.long_run_variance, line.residual_variance) / len(recent)
     return Decomposition(
         definition=steps[0].definition,
         early=slope,
         early_steps=span,
         parts=tuple(_part(step, line, h_0) for step in steps),
-        recent=_mismatch(
-            line,
-            float(np.mean([step.entropy_nats for step in recent])),
-            float(np.mean([step.acceptance_length for step in recent])),
-            scatter,
-        ),
+        recent=_recent_mismatch(early, recent),
         recent_steps=(recent[0].step, recent[-1].step),
     )
+
+
+def _recent_mismatch(early: list[Drafted], recent: list[Drafted]) -> Estimate:
+    """Mean mismatch over the recent steps against the line of the early ones."""
+    steps = [*early, *recent]
+    h = np.array([step.entropy_nats for step in steps])
+    is_recent = np.arange(len(steps)) >= len(early)
+    columns = [np.ones(len(steps)), h - h[~is_recent].mean(), is_recent.astype(float)]
+    own_slope = is_recent * (h - h[is_recent].mean())
+    if np.ptp(own_slope) > MIN_SPAN_NATS:
+        columns.append(own_slope)
+    lengths = np.array([step.acceptance_length for step in steps])
+    fit = regress(np.column_stack(columns), lengths, np.array([step.step for step in steps]))
+    value, half = float(fit.coefficients[2]), half_width(fit, np.eye(len(columns))[2])
+    return Estimate(value, value - half, value + half)
 
 
 def fewest_steps() -> int:

@@ -1,11 +1,9 @@
 """Slope of the acceptance length over the target entropy, with an interval that is valid for autocorrelated steps.
 
-    AL_t = intercept + slope H_t + e_t        ordinary least squares over RL steps, H in nats
+    AL_t = intercept + slope H_t + e_t        over RL steps, H in nats
 
-RL steps are autocorrelated, so plain OLS intervals are too narrow. The covariance is Newey and West's (1987): Bartlett
-weights 1 - l / S over lags l < S. With S = 1.3 sqrt(n) the usual quantile 1.96 is too small as well: the interval takes
-the fixed-b quantile of Kiefer and Vogelsang (2005) at b = S / n, as Lazarus, Lewis, Stock and Watson (2018) advise, and
-widens it by Student's t for few points.
+RL steps are autocorrelated, so the intervals of ordinary least squares are too narrow. Here e_t is an AR(1) series of
+unknown correlation: see bebop.monitor.regression.
 """
 
 from __future__ import annotations
@@ -16,15 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.special import stdtrit
 
 from bebop.errors import BadInput
+from bebop.monitor.regression import Array, Regression, half_width, regress
 
-Array = NDArray[np.float64]
 MIN_POINTS = 4
 MIN_SPAN_NATS = 1e-6  # entropies within this span count as constant
-FIXED_B = (1.9600, 2.9694, 0.4160, -0.5324)  # 97.5 % quantile of the Bartlett t statistic as a cubic in b
 
 
 @dataclass(frozen=True)
@@ -32,8 +27,7 @@ class Fit:
     """A fitted line.
 
     slope, low, high: acceptance length per nat, the last two its 95 % interval; intercept: acceptance length at 0 nats.
-    covariance: of (intercept, slope), Newey-West; quantile: half width of the interval in standard errors.
-    residual_variance, long_run_variance: of the residuals around the line, the second with their autocorrelation.
+    residual_variance: of the steps around the line.
     """
 
     slope: float
@@ -41,16 +35,14 @@ class Fit:
     low: float
     high: float
     mean_acceptance: float
-    covariance: Array  # [2, 2]
-    quantile: float
     residual_variance: float
-    long_run_variance: float
+    regression: Regression  # on (1, H - centre)
+    centre: float
 
     def line(self, entropy_nats: float, extra_variance: float = 0.0) -> tuple[float, float, float]:
         """The line at an entropy, with its 95 % band, wider by a variance that is not the line's: value, low, high."""
-        x = np.array([1.0, entropy_nats])
         value = self.intercept + self.slope * entropy_nats
-        half = self.quantile * math.sqrt(max(0.0, float(x @ self.covariance @ x)) + extra_variance)
+        half = half_width(self.regression, np.array([1.0, entropy_nats - self.centre]), extra_variance)
         return value, value - half, value + half
 
 
@@ -112,44 +104,21 @@ def fit_slope(entropy: Any, acceptance: Any) -> Slope:
     if np.ptp(h) < MIN_SPAN_NATS:
         return Slope(n, None, f"entropy is constant ({h[0]:.4g} nats)")
 
-    centre = h.mean()  # fit around the mean: well conditioned at any offset
-    x = np.column_stack([np.ones(n), h - centre])
-    bread = np.diag([1.0 / n, 1.0 / float((x[:, 1] ** 2).sum())])
-    level, slope = bread @ (x.T @ y)
-    residuals = y - x @ np.array([level, slope])
-    bandwidth = bandwidth_of(n)
-    around_mean = bread @ newey_west_sum(x * residuals[:, None], bandwidth) @ bread * (n / (n - 2))
-    shift = np.array([[1.0, -centre], [0.0, 1.0]])
-    covariance = shift @ around_mean @ shift.T
-    fixed_b = np.polynomial.polynomial.polyval(bandwidth / n, FIXED_B)
-    quantile = float(fixed_b * stdtrit(n - 2, 0.975) / FIXED_B[0])
-    half = quantile * math.sqrt(max(0.0, covariance[1, 1]))
+    centre = float(h.mean())  # fit around the mean: well conditioned at any offset
+    found = regress(np.column_stack([np.ones(n), h - centre]), y)
+    level, slope = map(float, found.coefficients)
+    half = half_width(found, np.array([0.0, 1.0]))
     fit = Fit(
-        slope=float(slope),
-        intercept=float(level - slope * centre),
-        low=float(slope - half),
-        high=float(slope + half),
+        slope=slope,
+        intercept=level - slope * centre,
+        low=slope - half,
+        high=slope + half,
         mean_acceptance=float(y.mean()),
-        covariance=covariance,
-        quantile=quantile,
-        residual_variance=float((residuals**2).sum() / (n - 2)),
-        long_run_variance=max(0.0, float(newey_west_sum(residuals[:, None], bandwidth)[0, 0]) / (n - 2)),
+        residual_variance=found.residual_variance,
+        regression=found,
+        centre=centre,
     )
     return Slope(n, fit)
-
-
-def bandwidth_of(n: int) -> int:
-    """S = 1.3 sqrt(n), rounded up; lags below S have weight."""
-    return min(n, math.ceil(1.3 * math.sqrt(n)))
-
-
-def newey_west_sum(scores: Array, bandwidth: int) -> Array:
-    """Sum over |l| < S of (1 - |l| / S) sum_t s_t s_{t-l}^T. scores [n, k] -> [k, k]."""
-    total: Array = scores.T @ scores
-    for lag in range(1, bandwidth):
-        cross = scores[lag:].T @ scores[:-lag]
-        total = total + (1.0 - lag / bandwidth) * (cross + cross.T)
-    return total
 
 
 def _vector(values: Any) -> Array:

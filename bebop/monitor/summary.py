@@ -44,7 +44,7 @@ def summarise(run_dir: Path | str) -> dict[str, Any]:
     reward_first, reward_last: mean over the first and last 5 steps.
     acceptance_length: from the pooled counts of the last 5 steps that drafted (acceptance_length_steps);
         acceptance_length_run: from all steps under the current draft length, rule and temperature.
-    slope: acceptance length per nat over those steps, with its Newey-West 95 % interval.
+    slope: acceptance length per nat over those steps, with its 95 % interval.
     heads_checksums_equal, probs_diff_max, alarms: whether the engine served the trainer's heads and probabilities.
     decision: in words, with decision_update true, false or null.
     """

@@ -59,7 +59,7 @@ def test_better_heads_than_predicted_need_no_update():
 
 
 def test_insignificant_loss_in_clear_data_needs_no_update():
-    decision = decide(MonitorState(run(mismatch=-0.02, noise=0.05)))
+    decision = decide(MonitorState(run(mismatch=-0.02, noise=0.04)))
     assert decision.evidence["mismatch_low"] < -0.05 < 0 < decision.evidence["mismatch_high"]
     assert decision.update is False and "not significant" in decision.reason
 

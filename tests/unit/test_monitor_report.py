@@ -71,7 +71,6 @@ def test_report_needs_only_the_json_files_and_loads_nothing_from_elsewhere(tmp_p
     assert "not finished" in text
     for definition in (
         "pooled over the step's requests",
-        "Newey-West",
         "Rule: rejection; temperature 1",
         "sum min(p, q)",
     ):

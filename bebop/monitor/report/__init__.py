@@ -100,7 +100,7 @@ def _rl(run_dir: Path, state: MonitorState) -> dict[str, Any]:
             (steps, state.entropy_range),
             f"One point per RL step. Acceptance length: {meaning_of('acceptance_length')} {how} Entropy: "
             f"{meaning_of('entropy_nats')} Line: least squares over the steps of one draft length, rule and "
-            f"temperature; its interval is Newey-West, since RL steps are autocorrelated. {BAND}",
+            f"temperature; its interval allows for the correlation of RL steps with each other. {BAND}",
         ),
         (
             "Over RL steps",
@@ -157,7 +157,7 @@ def _cards(summary: Record) -> list[tuple[str, str, str]]:
     steps = summary["acceptance_length_steps"]
     over = f"Tokens per target forward, pooled over steps {steps[0]} to {steps[1]}. " if steps else ""
     reward = f"Mean over the first and the last {summary['reward_window']} steps; {meaning_of('reward_mean').lower()}"
-    how_slope = f"Acceptance length over target entropy, {summary['slope_steps']} steps, 95 % Newey-West. {about_slope}"
+    how_slope = f"Acceptance length over target entropy, {summary['slope_steps']} steps, 95 % interval. {about_slope}"
     return [
         ("Mean reward", f"{text(summary['reward_first'])} → {text(summary['reward_last'])}", reward),
         ("Acceptance length", text(summary["acceptance_length"], 2), over + _how(summary)),
