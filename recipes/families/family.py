@@ -94,7 +94,7 @@ def random_policy(
         return random_checkpoint(dest, model_type=model_type, dtype=dtype)
     if model_type != "qwen2":  # whose random checkpoint would be in MiMo's layout
         own_width = model_type not in DENSE  # of their heads; vLLM's attention on a CPU takes 32 and more
-        more = {"linear_layers": False, "num_heads": 4 if own_width else 2} | more
+        more = {"linear_layers": linear_layers, "num_heads": 4 if own_width else 2} | more
         return random_checkpoint(dest, model_type=model_type, dtype=dtype, mtp=False, **more)
     size = write_tiny_tokenizer(dest)
     end_id, pad_id = token_ids(dest)
@@ -185,8 +185,8 @@ def loads(policy: Path, dtype: str) -> None:
     with make_engine(rollout, policy, seed=0, dtype=dtype) as engine:
         (answer,) = engine.generate([prompt], Sampling(temperature=0.0, max_tokens=16, ignore_eos=True))
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=getattr(torch, dtype))
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0]
+    with torch.no_grad():  # without a cache, which transformers refuses for a hybrid family without a linear layer
+        logits = model(torch.tensor([[*prompt, *answer.token_ids]]), use_cache=False).logits[0]
     greedy = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
     if dtype == "float32" and greedy != list(answer.token_ids):
         raise AssertionError(f"vLLM goes on with {list(answer.token_ids)}, transformers with {greedy}")
