@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from bebop.monitor.decomposition import Decomposition, current, slope_of, split_by_definition
-from bebop.monitor.slope import Array, Slope
+from bebop.monitor.regression import Array
+from bebop.monitor.slope import Slope
 from bebop.records import StepRecord
 from bebop.store.definitions import label_of
 
