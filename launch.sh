@@ -66,8 +66,8 @@ setup() {
   fi
   rm -f .venv/bebop-stamp
   .venv/bin/python -m pip install --quiet --disable-pip-version-check "uv==$UV_VERSION"
-  # uv does not read pip's own settings: folders of wheels named there are handed on, but for one with a CPU build of torch
-  # to a GPU machine, where uv would prefer it. Without one a CPU machine asks for that build by uv's own name for it.
+  # uv does not read pip's settings, so the folders of wheels named there are passed on. On a GPU machine, a folder with a
+  # CPU build of torch is left out, because uv would prefer that build. A CPU machine without such a folder asks uv for it.
   links=$(.venv/bin/python -m pip config get global.find-links 2>/dev/null || true)
   local options=(--python .venv/bin/python --overrides "requirements/overrides-$kind.txt" -r "requirements/$kind.lock")
   local link cpu_torch=""
@@ -87,7 +87,7 @@ setup() {
   fi
   say "installing bebop"
   .venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --editable .
-  say "compiling Python files (once; start-ups are faster for it)"
+  say "compiling Python files (once, for faster starts)"
   .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
   echo "$stamp" >.venv/bebop-stamp
   say "set-up done"

@@ -11,7 +11,7 @@ from bebop.errors import BadInput
 
 
 class KernelBench(Section):
-    # rows of logits for tv_overlap and topk, and anchors for linear_tv_overlap
+    # numbers of rows of logits for tv_overlap and topk, and of anchors for linear_tv_overlap
     rows: list[int] = Field(default_factory=lambda: [256, 1024])
     # vocabulary sizes
     vocab_sizes: list[int] = Field(default_factory=lambda: [49152, 151936])
@@ -22,11 +22,11 @@ class KernelBench(Section):
 
 
 class TreeBench(Section):
-    # methods to compare; rheo: once for each entry of `leads`
+    # methods to compare; rheo is measured once for each entry of `leads`
     methods: list[Literal["plain", "chain", "block", "topk", "rrsw", "rheo"]] = Field(
         default_factory=lambda: ["plain", "chain", "block", "topk", "rrsw", "rheo"]
     )
-    # RheoSampling's m: deterministic children before the sampled one
+    # RheoSampling's m: numbers of deterministic children before the sampled one
     leads: list[int] = Field(default_factory=lambda: [0, 1, 2, 3])
     # sampling temperatures
     temperatures: list[float] = Field(default_factory=lambda: [0.0, 0.3, 0.7, 1.0])

@@ -1,8 +1,7 @@
 """The config of each command: its sections, and the checks across them.
 
-hydra composes configs/ over the defaults of the schema (`defaults`); `check` turns the result into one of the frozen
-models below. An unknown key, a wrong value or a contradiction between keys is an error of one line that says what it
-got and what it expected, before any model loads.
+hydra composes configs/ over the schema's defaults (`defaults`). `check` turns the result into one of the frozen models
+below. An unknown key, a wrong value or contradictory keys raise an error of one line, before any model loads.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from bebop.errors import BadInput, ConfigError
 class Logger(Section):
     # Weights & Biases mode; offline needs no network and no key
     wandb: Literal["offline", "online", "disabled"] = "offline"
-    # project there, without any of / \\ # ? % : and at most 128 characters long
+    # project in Weights & Biases: at most 128 characters, none of them / \\ # ? % or :
     project: str = Field("bebop", min_length=1, max_length=128, pattern=r"^[^/\\#?%:]+$")
-    # name of the run there; null: the name of the run folder
+    # name of the run in Weights & Biases; null: the name of the run folder
     name: str | None = None
 
 
@@ -42,7 +41,7 @@ class Doctor(Section):
     temperatures: list[float] = Field(default_factory=lambda: [1.0, 0.7])
     # smallest p-value of the chi-square test that passes
     min_p_value: float = Field(1e-3, gt=0, lt=1)
-    # apply bebop's fixes to vLLM; false shows what they are for
+    # apply bebop's fixes to vLLM; false shows which checks fail without them
     engine_fixes: bool = True
 
     @model_validator(mode="after")
@@ -164,7 +163,7 @@ class EvalConfig(Run):
 
 
 class BenchConfig(Run):
-    """Measure."""
+    """Measure the engine, the kernels or draft trees."""
 
     model: Model
     data: Data
@@ -210,7 +209,7 @@ COMMANDS: dict[str, type[Run]] = {
 
 
 def check_tasks(data: Data, command: str) -> None:
-    """Raise where a command that samples prompts from data.tasks is given a file."""
+    """Raise ConfigError if a command that samples prompts from data.tasks gets a file."""
     if data.source == "parquet":
         raise ConfigError(
             f"data.source: got parquet in {command}, which takes its prompts from data.tasks; set "
@@ -219,7 +218,7 @@ def check_tasks(data: Data, command: str) -> None:
 
 
 def defaults(model: type[BaseModel]) -> dict[str, Any]:
-    """Every key of a config model with its default, `???` (hydra's "missing") for those that have none."""
+    """Every key of a config model with its default; `???` (hydra's "missing") for keys without one."""
     values: dict[str, Any] = {}
     for name, info in model.model_fields.items():
         if not info.is_required():
@@ -235,7 +234,7 @@ def defaults(model: type[BaseModel]) -> dict[str, Any]:
 def check(command: str, values: dict[str, Any]) -> Run:
     """Turn a composed config into the model of `command`, and import its plugins.
 
-    Raises ConfigError with one line on the first fault; an error in a plugin's own code passes through.
+    Raises ConfigError for the first fault; an error in a plugin's own code passes through unchanged.
     """
     model = COMMANDS[command]
     try:

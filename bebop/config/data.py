@@ -17,7 +17,7 @@ class Task(Section):
     weight: float = Field(1.0, gt=0)
     # parameters of the data set
     params: dict[str, Any] = Field(default_factory=dict)
-    # text below the question, such as how to end a response; empty: only the question
+    # text after the question, for example how to end a response; empty: only the question
     instruction: str = ""
 
 
@@ -27,7 +27,7 @@ class Data(Section):
     source: Literal["self_distill", "parquet"] = "self_distill"
     # parquet file with a column `messages`, `prompt` or `text`; with source=parquet
     path: FilePath | None = None
-    # tasks that prompts are drawn from
+    # tasks from which prompts are drawn
     tasks: list[Task] = Field(min_length=1)
     # number of prompts for training heads
     num_prompts: int = Field(768, ge=1)
@@ -37,9 +37,9 @@ class Data(Section):
     max_response_tokens: int = Field(224, ge=1)
     # longest prompt, in tokens
     max_prompt_tokens: int = Field(128, ge=1)
-    # where the backbone's hidden states of the training sequences are kept. memory: in each process; disk: in one file
-    # beside the sequences, shared by all processes and later runs; stream: nowhere, the backbone runs for every batch.
-    # The needed size is checked before training
+    # where the backbone's hidden states of the training sequences are kept. memory: in each process; disk: in one file,
+    # shared by all processes and later runs; stream: nowhere, the backbone runs for every batch. The size is compared
+    # with the free memory or disk before training
     cache_hidden: Literal["memory", "disk", "stream"] = "memory"
 
     @model_validator(mode="after")

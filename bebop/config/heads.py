@@ -24,7 +24,7 @@ class Loss(Section):
     warmup: LossName | Literal["auto"] | None = "auto"
     # fraction of the steps that use `warmup`
     warmup_share: float = Field(0.6, ge=0, le=1)
-    # upper limit of each anchor's tv or e2e_tv loss; the gradient is 0 beyond it. null: no limit
+    # upper limit of the tv or e2e_tv loss of each anchor; beyond it the gradient is 0. null: no limit
     tau_max: float | None = Field(None, gt=0)
     # implementation of the kernels; auto: the fastest that runs here
     impl: Impl = "auto"
@@ -33,10 +33,10 @@ class Loss(Section):
 class Sft(Section):
     # number of draft depths to train
     depth: int = Field(3, ge=1, le=5)
-    # optimizer steps on the loss; 0: only regression_steps
+    # optimizer steps on the loss. 0: only regression_steps
     steps: int = Field(160, ge=0)
-    # optimizer steps before those, only for fresh heads, that regress the heads' output on the backbone's hidden
-    # states. Such a step needs no logits and costs a fraction of a step on the loss
+    # optimizer steps before `steps`, only for fresh heads: the heads learn to reproduce the backbone's hidden states.
+    # Such a step needs no logits, so it is cheaper than a step on the loss
     regression_steps: int = Field(0, ge=0)
     # muon: orthogonalised momentum for matrices, scaled to the size of AdamW's updates; AdamW for other parameters
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -48,8 +48,8 @@ class Sft(Section):
     lr_warmup_share: float = Field(0.08, ge=0, le=1)
     # decoupled weight decay
     weight_decay: float = Field(0.0, ge=0)
-    # largest norm of the gradient. With muon it limits each parameter by itself, before the momentum, to
-    # grad_clip / sqrt(number of parameters)
+    # largest norm of the gradient. With muon the gradient of each parameter is clipped separately, before the momentum,
+    # to grad_clip / sqrt(number of parameters)
     grad_clip: float = Field(1.0, gt=0)
     # tokens per packed micro-batch and process
     batch_tokens: int = Field(4096, ge=64)
@@ -64,9 +64,9 @@ class Sft(Section):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     # recompute the MLP's inner activations in the backward pass instead of keeping them
     activation_checkpointing: bool = False
-    # score the held-out sequences every so many steps
+    # steps between two scorings of the held-out sequences
     eval_every: int = Field(40, ge=1)
-    # write a checkpoint every so many steps
+    # steps between two checkpoints
     save_every: int = Field(40, ge=1)
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
-"""Fields that name a member of a registry: which they are, and their late check.
+"""Config fields whose value is a name in a registry, and the check that the name exists.
 
-Building a section does not import losses, engines and the like; `check_members` does, after all other checks.
+Building a section does not import losses, engines and the like. `check_members` does, after all other checks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Member:
 
 
 def axis_of(info: FieldInfo) -> str | None:
-    """The registry whose names the field takes, alone or beside other values such as null."""
+    """The registry whose names the field accepts, or None. The field may also accept other values, such as null."""
     for part in (*info.metadata, *(each for arm in get_args(info.annotation) for each in get_args(arm))):
         if isinstance(part, Member):
             return part.axis
@@ -32,9 +32,9 @@ def axis_of(info: FieldInfo) -> str | None:
 
 
 def check_members(config: BaseModel) -> None:
-    """Raise ConfigError where a name is in no registry, or its member refuses the section that names it.
+    """Raise ConfigError if a name is not in its registry, or if the member does not support the section's other keys.
 
-    A member may have a method `check_section(section, key, name)`, which raises BadInput on what it cannot do.
+    A member may have a method `check_section(section, key, name)`, which raises BadInput for what it does not support.
     """
     for key, axis, name, section in _named(config, ""):
         try:
@@ -46,7 +46,7 @@ def check_members(config: BaseModel) -> None:
 
 
 def _named(section: BaseModel, prefix: str) -> Iterator[tuple[str, str, str, BaseModel]]:
-    """(dotted key, axis, name, section) of every member that a section and those below it name."""
+    """(dotted key, axis, name, section) of every registry name in a section and in the sections below it."""
     for field, info in type(section).model_fields.items():
         value, key = getattr(section, field), prefix + field
         axis = axis_of(info)

@@ -1,4 +1,4 @@
-"""A config fault as one line: the key, what it got, what it expected, and the nearest key that exists."""
+"""Config errors as one line: the key, what it got, what it expected, and the nearest known key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def field_names(section: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def no_such_key(key: str, known: list[str], command: str = "the config") -> str:
-    """Why an unknown key is refused: it was removed, or it never existed."""
+    """Message for an unknown key: says whether it was removed, and names the nearest known key."""
     if key in REMOVED:
         return f"{key} is no longer a key: {REMOVED[key]}"
     like = nearest(key, known)
@@ -41,12 +41,12 @@ def no_such_key(key: str, known: list[str], command: str = "the config") -> str:
 
 
 def expected(field: FieldInfo) -> str:
-    """The values that a field takes, in words: "an integer of at least 1", "a, b or null"."""
+    """The values that a field accepts, in words: "an integer of at least 1", "a, b or null"."""
     return _either(_choices(field.annotation, field.metadata))
 
 
 def one_line(faults: list[dict[str, Any]], model: type[BaseModel]) -> str:
-    """The first of pydantic's errors as a sentence."""
+    """The first of pydantic's errors, as one line."""
     fault = faults[0]
     key, field, inside, known = _locate(model, fault["loc"])
     if fault["type"] == "extra_forbidden":
@@ -62,8 +62,10 @@ def one_line(faults: list[dict[str, Any]], model: type[BaseModel]) -> str:
 def _locate(
     model: type[BaseModel], where: tuple[int | str, ...]
 ) -> tuple[str, FieldInfo | None, tuple[int, ...], list[str]]:
-    """(dotted key, its field or None, positions in the field's list, keys that exist) of a place in pydantic's terms,
-    which also name the arm of a union."""
+    """(dotted key, its field or None, indices in the field's list, known keys) for the location of a pydantic error.
+
+    Such a location also contains the branch of a union, which is left out here.
+    """
     section: type[BaseModel] | None = model
     known, done, field, parts = field_names(model), [], None, list(where)
     while section is not None and parts:
@@ -79,7 +81,7 @@ def _locate(
 
 
 def _entry(field: FieldInfo, inside: tuple[int, ...]) -> str:
-    """What is expected of the field, or of an entry of its list."""
+    """Expected values of the field, or of an entry of its list."""
     for arm in (field.annotation, *get_args(field.annotation)):
         if inside and get_origin(arm) is list:
             return _either(_choices(get_args(arm)[0]))
@@ -133,7 +135,7 @@ def _either(choices: list[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as YAML has it."""
+    """A value as YAML writes it."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,9 +1,10 @@
-"""Command-line overrides: which of them hydra gets, and one clear line for what it would refuse or misread.
+"""Command-line overrides: sorts them into hydra's and verl's, and gives a clear error where hydra's would be unclear.
 
-hydra's own rules hold (`a.b=1`, `group=option`, `-m a=1,2`). In addition: an unknown key is refused with the nearest
-one that exists, also after `+` and `++`; values of path keys may contain `=`, spaces and commas; keys for verl
-(`verl.<key>=...`, or one of verl's own roots) are passed on in verl's spelling; `recipe=<folder>` takes
-recipes/<folder>/recipe.yaml.
+hydra's own rules hold (`a.b=1`, `group=option`, `-m a=1,2`). In addition:
+- an unknown key is an error that names the nearest known key, also after `+` and `++`;
+- values of path keys may contain `=`, spaces and commas;
+- keys of verl (`verl.<key>=...`, or a key below one of VERL_ROOTS) are passed to verl unchanged;
+- `recipe=<folder>` reads recipes/<folder>/recipe.yaml.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[^=]+?)(?:=(?P<value>.*))?
 
 @dataclass(frozen=True)
 class Arguments:
-    """A parsed command line: `overrides` are hydra's, `verl` are verl's, flags are bebop's."""
+    """A parsed command line: overrides for hydra, overrides for verl, and bebop's own flags."""
 
     overrides: list[str] = field(default_factory=list)
     verl: list[str] = field(default_factory=list)
@@ -40,7 +41,7 @@ class Arguments:
 
 
 def parse(command: str, words: list[str]) -> Arguments:
-    """Sort the words after the command. Raises ConfigError on a key or a group option that does not exist."""
+    """Sort the words after the command. Raises ConfigError on an unknown key, group option or flag."""
     words = list(words)
     if command == "report" and words and "=" not in words[0] and not words[0].startswith("-"):
         words[0] = f"run={words[0]}"
@@ -54,12 +55,12 @@ def parse(command: str, words: list[str]) -> Arguments:
             flags["multirun"] = True
         elif word in ("--cfg", "-c"):
             if (words.pop(0) if words else None) != "job":
-                raise ConfigError(f"{word}: expected {word} job")
+                raise ConfigError(f"{word}: expected `job` after it, as in {word} job")
             flags["show"] = True
         elif word == "--dry-run":
             flags["dry_run"] = True
         elif word.startswith("-"):
-            raise ConfigError(f"{word}: no such flag, expected -m, --cfg job or --dry-run")
+            raise ConfigError(f"{word}: unknown flag, expected -m, --cfg job or --dry-run")
         else:
             overrides.append(word)
     kept = []
@@ -75,11 +76,11 @@ def parse(command: str, words: list[str]) -> Arguments:
         elif key == "recipe":
             kept.append(_recipe(match["value"] or ""))
         elif key.startswith("recipes/"):
-            kept.append(_recipe(key.removeprefix("recipes/")))  # how a job of a sweep gets its recipe
+            kept.append(_recipe(key.removeprefix("recipes/")))  # hydra's spelling, in the jobs of a sweep
         else:
             kept.append(_known(command, match, flags["multirun"]))
     if verl and command not in ("grpo", "demo"):
-        raise ConfigError(f"{verl[0]}: got a key for verl in {command}; only grpo and demo run verl")
+        raise ConfigError(f"{verl[0]}: got a key of verl in {command}, but only grpo and demo run verl; leave it out")
     return Arguments(kept, verl, **flags)
 
 
@@ -103,13 +104,14 @@ def _known(command: str, match: re.Match[str], multirun: bool) -> str:
         return word
     known = field_names(model)
     if key not in known:
-        raise ConfigError(f"{word}: {no_such_key(key, known, command)}")
+        of_verl = f"; write a key of verl as verl.{key}" if command in ("grpo", "demo") else ""
+        raise ConfigError(f"{word}: {no_such_key(key, known, command)}{of_verl}")
     if sign in ("+", "++"):
         word = f"{key}={value}"  # the key exists, so adding it is setting it
     if any(name.startswith(f"{key}.") for name in known) and value is not None and not value.startswith("{"):
         for option in value.split(",") if multirun else [value]:
             if option not in options(key):
-                wanted = one_of(option, options(key)) if options(key) else f"keys below it, as in {_first(key, known)}"
+                wanted = one_of(option, options(key)) if options(key) else f"a key below it, as in {_first(key, known)}"
                 raise ConfigError(f"{key}: got {option}, expected {wanted}")
         return word
     if value and _is_path(model, key) and value != "null" and value[0] not in "'\"" and not (multirun and "," in value):

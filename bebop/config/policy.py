@@ -28,10 +28,10 @@ class TinyModel(Section):
     pretrain_batch_tokens: int = Field(1024, ge=256)
     # fraction of columns in the worked solutions that are off by one, so that the policy makes mistakes
     slip_rate: float = Field(0.03, ge=0, le=1)
-    # fraction of worked solutions without the line `Answer:`, which get no reward; the first thing RL learns is to
-    # write it
+    # fraction of worked solutions without the line `Answer:`. A response without it gets no reward, so RL first learns
+    # to write it
     unmarked_share: float = Field(0.45, ge=0, le=1)
-    # tasks of pre-training; each needs a writer of worked solutions
+    # tasks of pre-training; bebop must have a writer of worked solutions for each
     tasks: list[Task] = Field(
         default_factory=lambda: [
             Task(name="chain_sum", params={"min_terms": 2, "max_terms": 3, "min_digits": 2, "max_digits": 2})
@@ -48,7 +48,7 @@ class Model(Section):
     path: FilePath | None = None
     # type in which the policy's parameters are loaded
     dtype: Literal["float32", "bfloat16"] = "float32"
-    # start of fresh MTP heads, for a policy that has none: a copy of its last decoder layer, or random
+    # initial weights of fresh MTP heads, for a policy without heads. last_layer: a copy of its last decoder layer
     mtp_init: Literal["last_layer", "random"] = "last_layer"
     # shape and pre-training of the tiny policy
     tiny: TinyModel = TinyModel()

@@ -1,6 +1,6 @@
 """docs/config.md from the schema: `python -m bebop.config.reference > docs/config.md`.
 
-A key's meaning is the comment above its field; the values that it takes and its default come from the field itself.
+A key's meaning is the comment above its field. Its values and its default are read from the field itself.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ Every key with its default. `./launch.sh <command> --cfg job` prints the config 
 ./launch.sh sft loss=tv sft.depth=4          # a file of configs/, and a key
 ./launch.sh sft -m loss=hard_ce,e2e_tv       # a sweep: one run for each
 ./launch.sh sft recipe=losses                # recipes/losses/recipe.yaml
-./launch.sh grpo trainer.val_before_train=True actor_rollout_ref.actor.optim.lr=1e-5   # keys of verl, as verl has them
+./launch.sh grpo verl.trainer.val_before_train=True actor_rollout_ref.actor.optim.lr=1e-5   # keys of verl
 ```
 
-The defaults live in the schema, [bebop/config](../bebop/config). A file in configs/ only holds what differs from them.
-Each command starts from the files that its own file lists, such as configs/sft.yaml.
+A key of verl starts with `verl.`, or with a section that only verl has, such as `actor_rollout_ref`.
+
+The defaults are in the schema, [bebop/config](../bebop/config). A file in configs/ holds only what differs from them.
+Each command starts from the files that its own file lists: `sft` from those in configs/sft.yaml.
 """
 
 
 def comments(section: type[BaseModel]) -> dict[str, str]:
-    """Key -> the comment above it, of the keys that a section has itself."""
+    """Key -> the comment above it, for the keys of a section but not of its sections."""
     found, comment = {}, []
     for line in inspect.getsource(section).splitlines():
         if match := re.match(r"    # (.*)", line):
@@ -105,7 +107,7 @@ def _table(title: str, prefix: str, section: type[BaseModel], keys: list[str] | 
 
 
 def _shown(value: Any) -> str:
-    """A value as one would type it, on one line; an entry of data.tasks by its name."""
+    """A value as a user would type it, on one line. An entry of data.tasks is shown by its name."""
     if isinstance(value, list):
         return f"[{', '.join(map(_shown, value))}]"
     if isinstance(value, (dict, BaseModel)):

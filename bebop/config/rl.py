@@ -45,26 +45,28 @@ class Grpo(Section):
     adam_eps: float = Field(1e-8, gt=0)
     # weight of the KL penalty to the initial policy; 0: none
     kl_coef: float = Field(0.0, ge=0)
-    # write a checkpoint every so many steps, and after the last
+    # steps between two checkpoints; the last step always writes one
     save_every: int = Field(20, ge=1)
     # number of checkpoints to keep
     keep_checkpoints: int = Field(2, ge=1)
     # largest difference between rollout and trainer probabilities of on-policy samples; the run stops beyond it.
     # null: 1e-5 in float32 and 0.1 in bfloat16 on a CPU, 0.01 and 0.5 on a GPU
     probs_diff_limit: float | None = Field(None, gt=0)
-    # seconds without a sign of life from the engine or a worker after which the run stops
+    # the run stops if the engine or a worker gives no sign of life for this many seconds
     watchdog_s: float = Field(60.0, gt=0)
     # a reward function of your own, `module:name` or `path/to/file.py:name`, called with verl's arguments
     # (data_source, solution_str, ground_truth, extra_info). null: the verifiers of data.tasks. Rewards are computed in
     # a box: a process without network and files, with limits on time and memory
     reward_function: str | None = None
-    # false: your reward function keeps network, files and environment (a judge, a sandbox); the limits stay
+    # false: your reward function may use network, files and environment, for example to call a judge; the limits on
+    # time and memory stay
     reward_sealed: bool = True
     # seconds for the reward of one response; beyond it the reward is 0 and counts as failed
     reward_timeout_s: float = Field(4.0, gt=0)
     # largest share of rewards that may fail over the last 10 steps; the run stops beyond it
     reward_failures_limit: float = Field(0.5, gt=0, le=1)
-    # overrides of verl's own config, in verl's spelling; `verl.<key>=<value>` on the command line adds to them
+    # overrides of verl's own config, as on verl's command line; `verl.<key>=<value>` on bebop's command line adds to
+    # them
     verl_overrides: list[str] = Field(default_factory=list)
 
     @model_validator(mode="after")
@@ -78,12 +80,12 @@ class Grpo(Section):
 
 
 class Monitor(Section):
-    # number of first steps from which the decomposition fits its slope
+    # the decomposition fits its slope to this many steps from the start
     early_steps: int = Field(20, ge=3)
-    # fewest steps for a slope or a decision; below it they are "undetermined"
+    # smallest number of steps for a slope or a decision; with fewer they are "undetermined"
     min_steps: int = Field(8, ge=4)
-    # loss of acceptance length by mismatch, in tokens per target forward, from which updating the heads pays
+    # smallest loss of acceptance length by mismatch, in tokens per target forward, at which updating the heads pays
     min_mismatch: float = Field(0.05, ge=0)
     # lowest and highest entropy, in nats, of the sequences that the heads were trained on; null: read from the heads'
-    # checkpoint, if it says so
+    # checkpoint, if recorded there
     entropy_range: list[float] | None = None

@@ -33,24 +33,24 @@ class RolloutSection(Section):
     # draft tree that one target forward verifies, for engine=torch. none: a chain; topk: as in EAGLE-2; rheo:
     # RheoSampling; rrsw: recursive rejection sampling without replacement
     tree: TreeName = "none"
-    # most children of a node
+    # largest number of children of a node
     tree_width: int = Field(4, ge=1)
     # levels of the tree; more than the head was trained for is allowed, at a lower acceptance
     tree_depth: int = Field(3, ge=1)
-    # number of nodes that are verified, without the root
+    # number of draft tokens that one target forward verifies
     tree_budget: int = Field(16, ge=1)
-    # RheoSampling's m: deterministic children before the sampled one, from 0 to tree_width - 1. auto: all children are
-    # deterministic (topk) at low temperatures, otherwise 1
+    # RheoSampling's m, for tree=rheo and rrsw: number of deterministic children of a node before the sampled one, from
+    # 0 to tree_width - 1. auto: 1 for requests above temperature 0.5, otherwise 0
     tree_leads: int | Literal["auto"] = "auto"
     # number of most likely tokens that the draft distribution keeps; it is renormalised over them
     tree_support: int = Field(128, ge=2)
-    # sampling temperature. Heads are trained and scored at it too
+    # sampling temperature. Heads are also trained and scored at this temperature
     temperature: float = Field(1.0, ge=0)
     # nucleus truncation; 1.0: off, which training needs, since truncation changes the log-probabilities
     top_p: float = Field(1.0, gt=0, le=1)
     # top-k truncation; 0: off, which training needs
     top_k: int = Field(0, ge=0)
-    # number of requests decoded at once
+    # largest number of requests decoded at once
     max_num_seqs: int = Field(64, ge=1)
     # longest prompt plus response, in tokens
     max_model_len: int = Field(512, ge=16)
@@ -131,7 +131,7 @@ class RolloutSection(Section):
 
 
 def check_depth(rollout: RolloutSection, depth: int, key: str) -> None:
-    """Raise where a chain is longer than the head was trained for. `key` names where `depth` comes from.
+    """Raise ConfigError if a chain is longer than the head was trained for. `key` is the config key of `depth`.
 
     A tree may be deeper (`rollout.tree_depth`): it only goes deep where the draft is likely to be accepted.
     """
@@ -143,20 +143,20 @@ def check_depth(rollout: RolloutSection, depth: int, key: str) -> None:
 
 
 def check_sampled(rollout: RolloutSection, command: str) -> None:
-    """Raise on greedy rollouts, where a command compares distributions at their temperature."""
+    """Raise ConfigError on greedy rollouts: `command` compares distributions at the rollout's temperature."""
     if rollout.temperature == 0:
         raise ConfigError(
-            f"rollout.temperature: got 0.0 in {command}, expected a number above 0: {command} compares distributions "
-            "at it; 0.01 is greedy in effect"
+            f"rollout.temperature: got 0.0 in {command}, expected a number above 0, because {command} compares "
+            "distributions; use 0.01 for nearly greedy sampling"
         )
 
 
 def check_untruncated(rollout: RolloutSection, command: str) -> None:
-    """Raise on truncated sampling: the engine renormalises over the tokens kept, but losses, scores and importance
-    ratios compare whole distributions."""
+    """Raise ConfigError on truncated sampling: the engine renormalises over the tokens kept, but losses, scores and
+    importance ratios compare whole distributions."""
     for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         if value != off:
             raise ConfigError(
-                f"rollout.{key}: got {value} in {command}, expected {off}: {command} compares whole distributions, "
-                f"which truncated samples do not follow; set rollout.{key}={off}"
+                f"rollout.{key}: got {value} in {command}, expected {off}, because {command} compares whole "
+                f"distributions; set rollout.{key}={off}"
             )

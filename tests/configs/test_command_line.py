@@ -77,7 +77,7 @@ def test_truncated_training_rollouts_are_refused(command, capsys):
         (["sft", "rollout.temperature=0"], "rollout.temperature: got 0.0 in sft, expected a number above 0"),
         (["sft", "loss.temperature=1.0"], "loss.temperature is no longer a key"),
         (["grpo", "grpo.online_heads=never"], "grpo.online_heads is no longer a key"),
-        (["sft", "sft=default"], "sft: got default, expected keys below it"),
+        (["sft", "sft=default"], "sft: got default, expected a key below it, as in sft.depth="),
         (["sft", "data.tasks=[{name: chain_sum, wieght: 2}]"], "did you mean data.tasks.0.weight?"),
         (["report"], "run: missing"),
         (["bench", "bench=tree", "rollout.top_k=5"], "rollout.top_k: got 5 in bench tree"),
