@@ -1,4 +1,5 @@
-"""The scorer of draft heads: `score_anchors` compares them with the policy along a text, `summarise` averages.
+"""The scorer of draft heads: `score_anchors` compares them with the policy along a text, `summarise` averages the
+scores.
 
 Used by sft, eval, bench and the RL loop; see scores.py, summary.py and responses.py.
 """

@@ -1,8 +1,8 @@
 """Scores of sampled responses at every position where an engine could have started a draft.
 
-A draft that starts close to the end of a response runs past it; the engine verifies it all the same and counts what it
-accepts. So that such drafts can be scored, each response is continued here by K tokens from the same policy (backbone
-only). Only the last anchors read the continuation.
+A draft that starts near the end of a response can extend beyond it. The engine still verifies that draft and counts its
+accepted tokens. To score such drafts, each response is continued here by K tokens from the same policy (backbone only).
+Only the last anchors read the continuation.
 
 K depths. Anchor i of a response with n tokens, i = 0..n-2, drafts after token i.
 """
@@ -31,8 +31,8 @@ def score_responses(
 ) -> AnchorScores:
     """Score the heads on responses sampled at `temperature`.
 
-    Documents are the responses, numbered as in `rows`; position: the number of the response's token that the draft
-    follows, from 0. Responses of fewer than 2 tokens had no draft and have no anchor; if all are, a ValueError.
+    Documents are the responses, numbered as in `rows`. position: index in the response of the token before the draft,
+    from 0. Responses of fewer than 2 tokens had no draft and get no anchor. Raises ValueError if no response has one.
     """
     kept = [i for i, row in enumerate(rows) if len(row.response_ids) > 1]
     if not kept:
@@ -53,7 +53,7 @@ def score_responses(
     response = torch.tensor(kept)[scores.document]
     prompt_tokens = torch.tensor([len(row.prompt_ids) for row in rows])[response]
     position = scores.position + 1 - prompt_tokens
-    # the engine drafts no more after a response's last token
+    # the engine does not draft after the last token of a response
     inside = position < torch.tensor([len(row.response_ids) for row in rows])[response] - 1
     return replace(scores, document=response, position=position, num_documents=len(rows)).where(inside)
 

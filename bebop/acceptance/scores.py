@@ -1,7 +1,7 @@
-"""Draft heads run again on a text, and compared with the policy's own distributions at every depth of every draft.
+"""Runs draft heads on a text and compares their distributions with the policy's, at every depth of every draft.
 
-Anchor n is a position of the text from which a draft starts; at depth k the head has read the text's own tokens so far
-(teacher forcing). p is the policy's distribution there, q the head's, both at one temperature; y the text's token.
+Anchor n is a position of the text at which a draft starts. At depth k the head has read the text's own tokens so far
+(teacher forcing). p is the policy's distribution there, q the head's, both at the same temperature; y the text's token.
 
 Shapes: T tokens of a packed batch, K depths, N anchors, D width, V vocabulary.
 """
@@ -39,10 +39,10 @@ PER_DEPTH = (
 
 @dataclass(frozen=True, kw_only=True)
 class AnchorScores(DraftScores):
-    """Scores of N anchors; beside the fields of DraftScores, on the CPU:
+    """Scores of N anchors, on the CPU: the fields of DraftScores, and
 
-    target_entropy, draft_entropy, kl [K, N] in nats, kl = KL(p || q). document long [N]: the document that an anchor is
-    in, one of num_documents; anchors of one document depend on each other. position long [N]: the anchor's place in its
+    target_entropy, draft_entropy, kl [K, N] in nats, kl = KL(p || q). document long [N]: number of the anchor's
+    document, below num_documents; anchors of one document are correlated. position long [N]: index of the anchor in its
     document, from 0.
     """
 
@@ -61,7 +61,7 @@ class AnchorScores(DraftScores):
 
     @cached_property
     def accepted(self) -> dict[str, Tensor]:
-        """float64 [K, N] by rule; the mean over anchors is an unbiased estimate of P(the first j drafts accepted)."""
+        """float64 [K, N] under a rule; the mean over anchors is an unbiased estimate of P(first j tokens accepted)."""
         return {name: RULES[name].expected(self) for name in RULES}
 
     def length(self, rule: str) -> Tensor:
@@ -69,14 +69,14 @@ class AnchorScores(DraftScores):
         return 1 + self.accepted[rule].sum(0)
 
     def where(self, chosen: Tensor) -> AnchorScores:
-        """The anchors under a mask, bool [N]. Documents keep their numbers."""
+        """The anchors at which the mask, bool [N], is True. Documents keep their numbers."""
         parts: dict[str, Any] = {name: getattr(self, name)[:, chosen] for name in PER_DEPTH}
         if self.sampled_logprob is not None:
             parts["sampled_logprob"] = self.sampled_logprob[:, chosen]
         return replace(self, document=self.document[chosen], position=self.position[chosen], **parts)
 
     def of_documents(self, documents: Sequence[int]) -> AnchorScores:
-        """The anchors of some documents, which keep their numbers."""
+        """The anchors of these documents. Documents keep their numbers."""
         return self.where(torch.isin(self.document, torch.tensor(list(documents))))
 
 
@@ -91,11 +91,11 @@ def score_anchors(
     sampled_logprobs: Tensor | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> AnchorScores:
-    """Score the head's drafts at the anchors of a batch; the number of depths is that of batch.target_index.
+    """Score the head's drafts at the anchors of a batch. batch.target_index gives the number of depths.
 
     batch: token ids and the policy's hidden states, after its final norm. embed_weight, lm_head_weight [V, D]: the
-    policy's. sampled_logprobs [T]: log-probability with which each token was sampled, where an older policy sampled
-    the text; None: this policy did. chunk_elements: logits held at once. Documents are numbered as in the batch.
+    policy's. sampled_logprobs [T]: log-probabilities of the tokens under the older policy that sampled them; None: this
+    policy sampled them. chunk_elements: logits held at once. Documents are numbered as in the batch.
     """
     drafts = anchor_rows(head, batch, embed_weight, len(batch.target_index))
     step = max(1, chunk_elements // (len(drafts) * len(lm_head_weight)))
@@ -122,15 +122,14 @@ def score_anchors(
 def score_batches(
     head: MtpHead, batches: Iterable[TrainBatch], embed_weight: Tensor, lm_head_weight: Tensor, *, temperature: float
 ) -> AnchorScores:
-    """`score_anchors` over all batches of a text, whose documents are numbered in order. Raises ValueError without an
-    anchor."""
+    """`score_anchors` over all batches of a text. Numbers documents in order. Raises ValueError without an anchor."""
     return concatenate(
         [score_anchors(head, batch, embed_weight, lm_head_weight, temperature=temperature) for batch in batches]
     )
 
 
 def concatenate(parts: Sequence[AnchorScores]) -> AnchorScores:
-    """Scores of several texts as one; documents are numbered on. Raises ValueError without an anchor."""
+    """Scores of several texts as one; document numbers continue. Raises ValueError without an anchor."""
     if not any(len(part.document) for part in parts):
         raise BadInput("text to score: got 0 anchors, expected sequences longer than the draft depth")
     first = list(itertools.accumulate((part.num_documents for part in parts), initial=0))

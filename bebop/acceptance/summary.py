@@ -1,11 +1,11 @@
 """Expected acceptance of a scored text, by every rule and depth, with standard errors.
 
     P(first j accepted) = mean over anchors of RULES[rule].expected(scores)
-    acceptance length   = 1 + sum over j of it, in tokens per target forward, for drafts of K tokens
+    acceptance length   = 1 + sum over j of P(first j accepted), in tokens per target forward, for drafts of K tokens
 
-Standard errors count documents, whose anchors depend on each other: see bebop.losses.mean_with_error. If an older
-policy sampled the text, each anchor is weighted by prod p(y) / p_r(y) over the drafted tokens before depth j;
-effective_sample_size says how many equally weighted anchors those weights are worth (Kish: (sum w)^2 / sum w^2).
+Standard errors are over documents, because anchors of one document are correlated: see bebop.losses.mean_with_error. If
+an older policy sampled the text, each anchor is weighted by prod p(y) / p_r(y) over the draft tokens before depth j.
+effective_sample_size is the number of equally weighted anchors with the same variance (Kish: (sum w)^2 / sum w^2).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bebop.losses import mean_with_error
 
 @dataclass(frozen=True)
 class RuleAcceptance:
-    """Under one rule: accepted [K] P(first j drafts accepted), the acceptance length, their standard errors (_se)."""
+    """Under one rule: accepted [K] P(first j tokens accepted), the acceptance length, their standard errors (_se)."""
 
     accepted: tuple[float, ...]
     accepted_se: tuple[float, ...]
@@ -30,13 +30,13 @@ class RuleAcceptance:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Scored acceptance of a text. rules: by name of the rule; accepted, acceptance_length and their errors stand for
-    rejection sampling."""
+    """Scored acceptance of a text. rules: by name of the rule. accepted, acceptance_length and their errors are those
+    of rejection sampling."""
 
     temperature: float
     num_anchors: int
-    num_documents: int  # with an anchor
-    alpha: tuple[float, ...]  # [K] mean sum_v min(p, q), each depth for itself
+    num_documents: int  # documents with an anchor
+    alpha: tuple[float, ...]  # [K] mean of sum_v min(p, q) at each depth
     accepted_product: tuple[float, ...]  # [K] mean product of alphas along the text: biased; what e2e_tv trains
     rejection_ahead: tuple[float, ...]  # [K] share of anchors where d_TV < 1 - p(argmax q): rejection beats target-only
     entropy_nats: float  # mean target entropy at the anchors' first depth
@@ -62,7 +62,7 @@ class Acceptance:
         return tuple(a / b if b else 0.0 for a, b in zip(self.accepted, before, strict=True))
 
     def as_dict(self) -> dict[str, Any]:
-        """Flat, for records; values of rules other than rejection sampling have the rule's name in their key."""
+        """Flat mapping for records. Values of rules other than rejection sampling have the rule's name in their key."""
         values = asdict(self)
         for rule, of_rule in values.pop("rules").items():
             values |= {record_key(name, rule): value for name, value in of_rule.items()}
@@ -73,7 +73,7 @@ class Acceptance:
 
 
 def record_key(name: str, rule: str) -> str:
-    """Key of a rule's value in a record, as of Acceptance.as_dict: accepted_se, accepted_block_se, ..."""
+    """Key of a rule's value in Acceptance.as_dict: accepted_se, accepted_block_se, ..."""
     if rule == "rejection":
         return name
     error = "_se" if name.endswith("_se") else ""

@@ -14,15 +14,15 @@ from bebop.errors import BadInput
 from bebop.losses.registry import LOSSES, HeadLoss
 from bebop.spec.rules.rejection import weighted_form
 
-# -ln alpha where p and q share no token; the gradient of alpha is 0 there anyway.
+# Upper limit of -ln alpha, reached if p and q share no token; the gradient of alpha is 0 there anyway.
 MIN_ALPHA = 1e-20
 
 
 def e2e_tv(alpha: Tensor) -> Tensor:
     """End-to-end TV loss per anchor, 1 - (1/K) sum_j prod_{i<=j} alpha_i (Bebop eq. 13).
 
-    alpha [K, N], K at least 1 -> [N]. Written with products only, so loss and gradient stay finite and right if an
-    alpha is 0. The step weight that autograd computes is w_i = (1/K) sum_{j>=i} prod_{k<=j, k!=i} alpha_k.
+    alpha [K, N], K at least 1 -> [N]. Written with products only, so loss and gradient are finite and correct even if
+    an alpha is 0. Autograd weights depth i by w_i = (1/K) sum_{j>=i} prod_{k<=j, k!=i} alpha_k.
     """
     _check_depths("alpha", alpha)
     reached = torch.ones_like(alpha[0])
@@ -49,8 +49,8 @@ LOSSES.register("lk", HeadLoss(of_overlap=lk))
 
 
 class ExpectedAcceptance(NamedTuple):
-    """probability, standard_error [K]: P(the first j drafts are accepted), j = 1..K. acceptance_length: 1 + their sum,
-    in tokens per target forward, with its own standard error. Errors take anchors as independent."""
+    """probability, standard_error [K]: P(the first j draft tokens are accepted), j = 1..K. acceptance_length: 1 + their
+    sum, in tokens per target forward, with its own standard error. The errors assume independent anchors."""
 
     probability: Tensor
     standard_error: Tensor
@@ -60,11 +60,11 @@ class ExpectedAcceptance(NamedTuple):
 
 @torch.no_grad()
 def expected_acceptance(alpha: Tensor, target_logprob: Tensor, draft_logprob: Tensor) -> ExpectedAcceptance:
-    """Expected acceptance under rejection sampling from text that the target itself sampled, without bias: the weighted
+    """Unbiased expected acceptance under rejection sampling, from text that the target itself sampled: the weighted
     form of bebop.spec.rules.rejection.
 
-    alpha [K, N]; target_logprob, draft_logprob [K, N] natural log-probabilities of the text's token at each depth, at
-    the temperature that sampled it. With N = 0 every value is NaN. Raises ValueError on other shapes or a NaN input.
+    alpha [K, N]; target_logprob, draft_logprob [K, N]: natural log-probabilities of the text's token at each depth, at
+    the temperature that sampled it. With N = 0 every value is NaN. Raises ValueError for other shapes or NaN inputs.
     """
     _check_depths("alpha", alpha)
     for argument, value in (("alpha", alpha), ("target_logprob", target_logprob), ("draft_logprob", draft_logprob)):
@@ -77,10 +77,10 @@ def expected_acceptance(alpha: Tensor, target_logprob: Tensor, draft_logprob: Te
 
 
 def mean_with_error(values: Tensor, document: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Mean of values [..., N] over anchors, and its standard error; NaN for fewer than two documents.
+    """Mean of values [..., N] over anchors, and its standard error, which is NaN for fewer than two documents.
 
-    document long [N]: anchors of one document depend on each other, documents are independent; None: each anchor is
-    independent. With m the mean and c_d the sum of x - m over the anchors of document d of D, the error is
+    document long [N]: the document of each anchor. Anchors of one document are correlated, documents are independent.
+    None: all anchors are independent. With mean m, D documents and c_d the sum of x - m over document d, the error is
     sqrt(D / (D - 1) sum_d c_d^2) / N.
     """
     num = values.shape[-1]

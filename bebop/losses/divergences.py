@@ -1,5 +1,4 @@
-"""Row functions of the losses that need more than alpha: value, alpha and gradient of one draft row against one target
-row.
+"""Losses that need more than alpha, as functions of one draft row and one target row: value, alpha and gradient.
 
 | loss       | value                                            | gradient on the scaled draft logits           |
 |------------|--------------------------------------------------|-----------------------------------------------|
@@ -20,8 +19,7 @@ from torch import Tensor
 
 from bebop.losses.registry import LOSSES, HeadLoss, RowResult
 
-# ln p where the target is filtered out (p = 0): reverse KL is infinite there, and stays large and finite with this
-# floor.
+# Used as ln p where p = 0 (filtered tokens): reverse KL would be infinite; with this floor it is large but finite.
 MIN_LOGPROB = -70.0
 
 

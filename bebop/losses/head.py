@@ -1,7 +1,7 @@
-"""One entry for every training loss of the heads. Method: Bebop section 4, arXiv 2602.23881.
+"""One function for every training loss of the heads. Method: Bebop section 4, arXiv 2602.23881.
 
 Shapes: K depths, N anchors, M backbone positions, D width, V vocabulary. The backbone's hidden states and the
-vocabulary matrix are constants here: gradient reaches draft_hidden and nothing else.
+vocabulary matrix are constants: only draft_hidden gets a gradient.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def head_loss(
     """Mean loss over anchors, and alpha per depth and anchor.
 
     name: a name in LOSSES. draft_hidden [K, N, D] with gradient; target_hidden [M, D]; weight [V, D]; target_index long
-    [K, N], rows of target_hidden; labels long [K, N], the text's tokens, for losses that read them. tau_max clamps each
-    anchor's loss for losses in [0, 1] (tv, e2e_tv), by autograd: the gradient is 0 where it clamps. Returns (scalar,
-    alpha [K, N] detached float32).
-    impl: as in linear_tv_overlap for losses of the overlap; the others have only the reference and refuse another.
-    Without anchors the loss is 0, with a zero gradient. Raises ValueError naming the argument; an unknown name lists
-    the known ones.
+    [K, N], rows of target_hidden; labels long [K, N], the text's tokens, for losses that read them. tau_max: upper
+    limit of each anchor's loss, for losses in [0, 1] (tv, e2e_tv); the gradient is 0 beyond it. Returns (scalar, alpha
+    [K, N] detached float32).
+    impl: as in linear_tv_overlap, for losses of the overlap. The others have only the reference, and raise ValueError
+    for another impl. Without anchors the loss is 0, with a zero gradient. Raises ValueError, which names the argument;
+    for an unknown name it lists the known ones.
     """
     loss = LOSSES[name]
     target_hidden, weight = target_hidden.detach(), weight.detach()

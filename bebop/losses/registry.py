@@ -1,13 +1,13 @@
-"""LOSSES: the training losses of the heads, by the name that `loss.name` gives.
+"""LOSSES: the training losses of the heads, by the name in `loss.name`.
 
 Shapes: K depths, N anchors, R rows (anchors of one depth), V vocabulary. A loss is one of two things:
 
-* a function of only the overlaps alpha [K, N] = sum_v min(p, q). The fused kernels make alpha and its gradient, so
+* a function of only the overlaps alpha [K, N] = sum_v min(p, q). The fused kernels compute alpha and its gradient, and
   autograd does the rest:
 
       LOSSES.register("squared_tv", HeadLoss(of_overlap=lambda alpha: (1 - alpha).square().mean(0)))
 
-* a function of whole rows, which gives its own gradient. It runs in chunks of logits, see bebop.losses.divergences.
+* a function of whole rows, which computes its own gradient. It runs in chunks of logits, see bebop.losses.divergences.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from bebop.registry import Registry
 if TYPE_CHECKING:
     from bebop.config.heads import Loss
 
-# (draft rows [R, V], target rows of the chunk [M, V], row of each draft row in them [R], the text's tokens [R],
-#  gradient wanted) -> value [R], alpha [R], gradient of value on the draft's logits over the temperature [R, V] or None
+# (draft rows [R, V], target rows of the chunk [M, V], target row of each draft row [R], the text's tokens [R],
+#  gradient wanted) -> value [R], alpha [R], gradient of value on (draft logits / temperature) [R, V] or None
 RowResult = tuple[Tensor, Tensor, Tensor | None]
 RowLoss = Callable[[Rows, Rows, Tensor, Tensor, bool], RowResult]
 
@@ -37,15 +37,15 @@ class HeadLoss:
 
     of_overlap: Callable[[Tensor], Tensor] | None = None  # alpha [K, N] -> loss of each anchor [N], differentiable
     of_rows: RowLoss | None = None  # averaged over depths
-    total_variation: bool = False  # 1 - an acceptance: in [0, 1], so tau_max clamps it; learns slowly from fresh heads
-    reads_labels: bool = False  # of_rows looks at the text's tokens, which are then checked
+    total_variation: bool = False  # 1 - an acceptance: in [0, 1], so tau_max applies; learns slowly from fresh heads
+    reads_labels: bool = False  # of_rows reads the text's tokens, which are then checked
 
     def __post_init__(self) -> None:
         if (self.of_overlap is None) == (self.of_rows is None):
             raise BadInput("HeadLoss: expected of_overlap or of_rows, one of them")
 
     def check_section(self, loss: Loss, key: str, name: str) -> None:
-        """Raise BadInput where the config asks for what this loss cannot do; `key` named it."""
+        """Raise BadInput if the section sets a key that this loss does not support; `key` is the loss's config key."""
         if self.of_rows is not None and loss.impl not in ("auto", "reference"):
             raise BadInput(
                 f"loss.impl: got {loss.impl} with {key}={name}, expected auto or reference: only losses of the overlap "

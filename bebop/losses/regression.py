@@ -1,5 +1,5 @@
-"""Regression of the heads' output on the backbone's hidden states, EAGLE's feature loss (arXiv 2401.15077, section 4.2)
-without its classification part. It brings fresh heads near the target cheaply, before a loss over the vocabulary.
+"""Regression of the heads' output on the backbone's hidden states: EAGLE's feature loss (arXiv 2401.15077, section 4.2)
+without its classification part. It is a cheap start for fresh heads, before a loss over the vocabulary.
 
 Shapes: K depths, N anchors, M backbone positions, D width.
 """
@@ -13,11 +13,11 @@ from bebop.errors import BadInput
 
 
 def hidden_regression(draft_hidden: Tensor, target_hidden: Tensor, target_index: Tensor) -> Tensor:
-    """Mean squared error of the draft rows over the targets' mean square, a scalar; 1 for rows of zeros.
+    """Mean squared error of the draft rows, divided by the targets' mean square: a scalar; 1 for rows of zeros.
 
     draft_hidden [K, N, D] with gradient, any dtype; target_hidden [M, D], constant; target_index long [K, N], rows of
-    target_hidden. Both are what lm_head reads, after the final norm. Without anchors: 0, with a zero gradient. Raises
-    ValueError if the shapes do not fit.
+    target_hidden. Both are after the final norm, as lm_head reads them. Without anchors: 0, with a zero gradient.
+    Raises ValueError if the shapes do not fit.
     """
     depths, anchors, width = draft_hidden.shape
     if target_index.shape != (depths, anchors) or target_hidden.shape[-1] != width:

@@ -1,10 +1,10 @@
 """Verify a batch of draft chains so that the emitted tokens are distributed exactly as the target.
 
-Rules, formulas and sources: bebop.spec.rules. A test passes if `u * scale < mass`, strictly: u may be exactly 0, and a
-token with p(y) = 0 must never be accepted. If all drafts of a row are accepted, the bonus token comes from the target
-distribution after the last draft, position gamma + 1.
+Rules, formulas and sources: bebop.spec.rules. A test passes if `u * scale < mass`. The comparison is strict because u
+may be exactly 0, and a token with p(y) = 0 must never be accepted. If all drafts of a row are accepted, the bonus token
+is sampled from the target distribution after the last draft, position gamma + 1.
 
-Legend: B requests, K longest draft of the batch, V vocabulary. Request b has gamma_b <= K drafts, then -1.
+Legend: B requests, K longest draft of the batch, V vocabulary. Request b has gamma_b <= K draft tokens, then -1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from bebop.spec.random import StreamId, Streams, Uniforms, sample
 from bebop.spec.rules import RULES, ChainRule
 
 NO_TOKEN = -1
-SUM_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of a distribution's sum from 1; half types: 2e-2
+SUM_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # largest |sum of a distribution - 1|; half types: 2e-2
 
 
 @dataclass(frozen=True)
 class ChainResult:
-    """tokens: long [B, K+1], the accepted drafts, one more token, then -1. num_accepted: long [B], drafts accepted."""
+    """tokens: long [B, K+1], the accepted draft tokens, one more token, then -1. num_accepted: long [B]."""
 
     tokens: Tensor
     num_accepted: Tensor
@@ -41,17 +41,17 @@ def verify_chain(
 ) -> ChainResult:
     """Accept a prefix of each draft and emit one more token.
 
-    target_probs [B, K+1, V]: the target at the sampling temperature; [b, i] follows i drafts.
+    target_probs [B, K+1, V]: the target at the sampling temperature; [b, i] is the distribution after i draft tokens.
     draft_probs [B, K, V]: the distribution that each draft token was sampled from, filters included. A rule for argmax
         drafts (target_only) does not read it; it may be None there.
-    draft_tokens long [B, K]: -1 from the first position without a draft on.
+    draft_tokens long [B, K]: -1 at every position after the end of the row's draft.
     rule: a name in RULES.
-    draws: the requests' own random streams in this round (Streams); they fix a request's tokens in any batch. None:
-        fresh streams seeded from generator. The drafts come from the same streams' StreamId.DRAFT numbers, or from
-        another source, never from the numbers used here: one noise stream for both biases the output.
+    draws: the requests' own random streams in this round (Streams). With them a request gets the same tokens in any
+        batch. None: new streams, seeded from generator. Sample the draft tokens with the same streams' StreamId.DRAFT
+        numbers or from another source, never with the numbers used here: shared numbers bias the output.
 
-    Raises ValueError, naming the argument: shapes, ids outside [0, V), a draft after a -1, rows that are not
-    distributions (row and position named), a rule for sampled drafts without draft_probs.
+    Raises ValueError, which names the argument, for wrong shapes, ids outside [0, V), a draft token after a -1, rows
+    that are not distributions (with row and position), or no draft_probs with a rule for sampled drafts.
     """
     verifier = RULES.lookup(rule, key="rule")
     _check_shapes(target_probs, draft_probs, draft_tokens, verifier)
@@ -87,7 +87,7 @@ def _accept(
     num_drafts: Tensor,
     draws: Uniforms,
 ) -> tuple[Tensor, Tensor]:
-    """Drafts accepted [B], and the distribution [B, V] of the token after them."""
+    """Number of accepted draft tokens [B], and the distribution [B, V] of the token after them."""
     depth = tokens.shape[1]
     u = draws.uniforms(StreamId.ACCEPT, torch.arange(depth, device=tokens.device).unsqueeze(0))
     tests = rule.tests(target, draft, tokens, num_drafts)

@@ -19,8 +19,8 @@ def acceptance_ratio(target_prob: Tensor, draft_prob: Tensor) -> Tensor:
 def residual(target: Tensor, draft: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     """norm(max(0, w p - q)), the distribution to sample from after a rejection. [..., V], weight [...] or a number.
 
-    If nothing is left (p = q and w = 1, or w = 0), a rejection has probability 0 and only rounding leads here: the
-    target itself is returned.
+    If nothing is left (p = q and w = 1, or w = 0), a rejection has probability 0 and only rounding can cause one. The
+    target itself is returned then.
     """
     if isinstance(weight, Tensor):
         target_part = weight.to(target.dtype).unsqueeze(-1) * target
@@ -32,5 +32,5 @@ def residual(target: Tensor, draft: Tensor, weight: Tensor | float = 1.0) -> Ten
 
 
 def point_mass(token: Tensor, like: Tensor) -> Tensor:
-    """The distribution [..., V] of a token [...] that was not sampled: 1 at the token. like: gives V, dtype, device."""
+    """The distribution [..., V] of a token [...] that was not sampled: 1 at the token, shaped as `like`."""
     return torch.zeros_like(like).scatter_(-1, token.unsqueeze(-1), 1.0)

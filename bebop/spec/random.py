@@ -8,9 +8,9 @@ function is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy
     uniform  53 of the first 64 output bits, times 2^-53: in [0, 1)
 
 position is the request's number of tokens at the start of the round, the same for all draws of the round; depth counts
-within the round. Addressing by the token's own position instead (position + depth) would give a rejected draft's number
-to the next round. Where the number of accepted drafts depends on later drafts (block verification, a pruned tree), that
-number is no longer uniform by then, and the output is biased.
+within the round. If numbers were addressed by the token's own position (position + depth), the next round would use the
+number of a rejected draft token again. In block verification and pruned trees, how many tokens are accepted depends on
+later draft tokens. Given that outcome the number is no longer uniform, and the output would be biased.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-MAX_DEPTH = 1 << 24  # depths of one stream; the stream's number counts above them
+MAX_DEPTH = 1 << 24  # depths of one stream; the stream's number is in the bits above
 
 
 class StreamId(IntEnum):
-    """What a number decides. Two streams never share a number: a shared one biases the output."""
+    """What a random number decides. Two streams never share a number, because that would bias the output."""
 
     DRAFT = 0  # a draft token, or a tree's probe
     ACCEPT = 1
@@ -41,7 +41,7 @@ class StreamId(IntEnum):
 
 
 class Uniforms(Protocol):
-    """Where the rules take their random numbers from: Streams, or fixed numbers in a proof."""
+    """Source of the rules' random numbers: Streams, or fixed numbers in a proof."""
 
     def uniforms(self, stream: StreamId, depth: int | Tensor, *, rows: int | None = None) -> Tensor:
         """float64 in [0, 1), see Streams."""
@@ -65,7 +65,7 @@ class Streams:
     def from_generator(
         cls, generator: torch.Generator | None, batch: int, device: torch.device | str | None = None
     ) -> Streams:
-        """Fresh seeds for one round of B requests, one number each from the generator (None: torch's own)."""
+        """New seeds for one round of B requests, each drawn from the generator (None: torch's default generator)."""
         where = generator.device if generator is not None else "cpu"
         seeds = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator, device=where).to(device or where)
         return cls(seeds, torch.zeros_like(seeds))
@@ -91,7 +91,7 @@ class Streams:
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10: four and two int64 tensors of 32-bit words -> four. int64 products wrap, as they should."""
+    """Philox4x32-10: four and two int64 tensors of 32-bit words -> four. int64 products wrap, as Philox needs."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -109,17 +109,17 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
 def invert(weights: Tensor, uniform: Tensor) -> Tensor:
     """The first id whose CDF exceeds u * sum. weights [..., V] >= 0, uniform [...] in [0, 1) -> long [...].
 
-    Ids are drawn in proportion to their weights; an id of weight 0 is never returned. Summed in float64. A row without
-    weight gives V - 1, for the caller to discard.
+    Ids are drawn in proportion to their weights; an id of weight 0 is never returned. Sums are float64. A row whose
+    weights are all 0 gives V - 1, which the caller must discard.
     """
     cdf = weights.double().cumsum(-1)
     total = cdf[..., -1:]
-    # u * sum may round up to the sum itself; one step below it is still inside the last id that has weight
+    # u * sum may round up to the sum itself; the next smaller float still falls on the last id with a weight above 0
     threshold = torch.minimum(uniform.double().unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cdf, threshold, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
 
 
 def sample(weights: Tensor, draws: Uniforms, stream: StreamId, depth: int | Tensor) -> Tensor:
-    """One id per row of weights [B, V] or [B, W, V] -> long [B] or [B, W]; each row has a number of its own."""
+    """One id per row of weights [B, V] or [B, W, V] -> long [B] or [B, W]; each row uses its own random number."""
     rows = weights.shape[1] if weights.ndim == 3 else None
     return invert(weights, draws.uniforms(stream, depth, rows=rows))

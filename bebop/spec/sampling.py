@@ -1,7 +1,7 @@
-"""From logits to the sampled distribution: temperature, min-p, top-k, top-p, for draft and target alike.
+"""From logits to the sampled distribution: temperature, min-p, top-k and top-p, for draft and target.
 
-The order is vLLM's: temperature first, min-p on its result, then top-k, then top-p on what top-k left, renormalised.
-Temperature 0 is a point mass at the largest logit (ties: lowest id) and may stand beside others in a batch.
+The order is vLLM's: temperature, then min-p, then top-k, then top-p on the renormalised rest. Temperature 0 is a point
+mass at the largest logit (ties: lowest id). A batch may mix it with other temperatures.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor
 from bebop.errors import BadInput
 
 Setting = float | int | Tensor  # one for all, or [B], one per request
-_NUCLEUS_SLACK = {torch.float64: 1e-12}  # a nucleus that reaches top_p up to rounding is full; else 1e-6
+_NUCLEUS_SLACK = {torch.float64: 1e-12}  # rounding allowed when a nucleus reaches top_p; other types: 1e-6
 
 
 class SamplingFilters:
-    """The sampling settings of a batch, checked once and applied to logits as often as needed.
+    """The sampling settings of a batch, checked once and applied to any number of logits.
 
-    Raises ValueError naming the argument: a setting out of range at construction; at a call, a number of settings other
-    than the logits' B, or logits with a row of NaN or without a finite value.
+    The constructor raises ValueError for a setting out of range. A call raises it if the number of settings is not the
+    logits' B, or if a row of logits has a NaN or no finite value. The message names the argument.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ def _renormalised(weights: Tensor) -> Tensor:
 
 
 def _setting(name: str, value: Setting, *, low: float, high: float | None = None, low_included: bool = True) -> Tensor:
-    """The setting as a number or [B], checked; counts as integers."""
+    """The checked setting, as a number or [B]. Counts are integers."""
     if not isinstance(value, Tensor):
         value = torch.as_tensor(value, dtype=torch.float64)
     if name == "top_k" and bool((value != value.round()).any()):
@@ -116,5 +116,5 @@ def _setting(name: str, value: Setting, *, low: float, high: float | None = None
 
 
 def _against(setting: Tensor, logits: Tensor) -> Tensor:
-    """The setting on the logits' device, in their dtype, of the rank of [B, ..., V]."""
+    """The setting on the logits' device, in their dtype, with as many axes as [B, ..., V]."""
     return setting.to(logits.device, logits.dtype).reshape(-1, *(1,) * (logits.ndim - 1))

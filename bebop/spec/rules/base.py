@@ -1,7 +1,7 @@
-"""What a chain rule is: one object that verifies drafts, and says how many it accepts on average.
+"""The interface of a chain rule: an object that verifies drafts and computes how many it accepts on average.
 
-To add a rule, write a module beside `rejection.py`, or in a file of your own, with one subclass of ChainRule that is
-entered into RULES. Config choices, engines, scorer, tables, plots and `doctor` read that registry.
+To add a rule, write a subclass of ChainRule in a module beside `rejection.py` or in your own file, and register it in
+RULES. Config choices, engines, scorer, tables, plots and `doctor` read that registry.
 
 Legend: B requests, K drafts of a chain, V vocabulary; N anchors of a text. p target, q draft distribution, y token.
 """
@@ -36,18 +36,18 @@ class Tests(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftScores:
-    """Draft and target distributions compared along a text, [K, N] each: depth k of the draft that starts at anchor n,
-    given that the text's own tokens were drafted so far. Log-probabilities are natural."""
+    """Draft and target distributions compared along a text, [K, N] each: at depth k of the draft that starts at anchor
+    n, if the tokens drafted before are the text's own. Log-probabilities are natural logarithms."""
 
     alpha: Tensor  # sum_v min(p, q)
     target_logprob: Tensor  # ln p(y) of the text's token at this depth
     draft_logprob: Tensor  # ln q(y) of the same token
     target_prob_of_draft_argmax: Tensor  # p(argmax q)
     is_draft_argmax: Tensor  # bool: whether the text's token is argmax q
-    sampled_logprob: Tensor | None = None  # ln p_r(y), with which the text was sampled; None: it was p itself
+    sampled_logprob: Tensor | None = None  # ln p_r(y) of the policy that sampled the text; None: p_r = p
 
     def importance_through(self) -> Tensor:
-        """float64 [K, N] prod_{i<=j} p(y_i) / p_r(y_i): corrects the text's first j tokens for who sampled them."""
+        """float64 [K, N] prod_{i<=j} p(y_i) / p_r(y_i): importance weight of the text's first j tokens."""
         if self.sampled_logprob is None:
             return torch.ones_like(self.target_logprob, dtype=torch.float64)
         return (self.target_logprob.double() - self.sampled_logprob.double()).cumsum(0).exp()
@@ -67,28 +67,28 @@ class ChainRule(ABC):
     @abstractmethod
     def tests(self, target: Tensor, draft: Tensor | None, tokens: Tensor, num_drafts: Tensor) -> Tests:
         """target [B, K+1, V], draft [B, K, V] (None for argmax drafts), tokens long [B, K] in [0, V), num_drafts long
-        [B]: entries from there on are not drafts and their tests are not read."""
+        [B]: later entries of a row are padding, and their tests are not read."""
 
     def num_accepted(self, passed: Tensor) -> Tensor:
-        """bool [B, K] which tests passed -> long [B] drafts accepted: those before the first failure."""
+        """bool [B, K] which tests passed -> long [B] accepted draft tokens: those before the first failure."""
         return passed.long().cumprod(1).sum(1)
 
     def after_rejection(self, target: Tensor, draft: Tensor | None, token: Tensor, weight: Tensor) -> Tensor:
-        """[B, V] distribution of the token in place of the first rejected draft: target and draft [B, V] there, the
-        rejected token [B], weight [B] from Tests."""
+        """[B, V] distribution of the token that replaces the first rejected one. target, draft [B, V] at that depth,
+        token [B] the rejected one, weight [B] from Tests."""
         if draft is None:
             raise TypeError(f"{self.name}: a rule for argmax drafts has its own after_rejection")
         return residual(target, draft, weight)
 
     @abstractmethod
     def expected(self, scores: DraftScores) -> Tensor:
-        """float64 [K, N], whose mean over anchors is an unbiased estimate of P(the first j drafts are accepted)."""
+        """float64 [K, N]; the mean over anchors is an unbiased estimate of P(the first j draft tokens are accepted)."""
 
     @abstractmethod
     def given_text(self, scores: DraftScores) -> Tensor:
-        """float64 [K, N] P(the first j drafts at an anchor are accepted | the text emitted there).
+        """float64 [K, N] P(the first j draft tokens at an anchor are accepted | the text emitted there).
 
-        An accepted draft is the text's own token, so this is P(accepted, draft = y) / p(y) over the first j tokens.
+        An accepted draft token is the text's own, so this is P(accepted, draft = y) / p(y) over the first j tokens.
         """
 
 

@@ -1,6 +1,6 @@
 """Block verification (Sun et al., arXiv 2403.10444, alg. 2): draft y ~ q, accept the longest prefix whose test passes.
 
-A weight w is carried over the draft (p_i in its paper):
+A weight w is computed along the draft (p_i in the paper):
 
     w_0 = 1,  w_i = min(1, w_{i-1} p_i(y_i) / q_i(y_i))                                (eq. 4)
     h_i = S_i / (S_i + 1 - w_i),  S_i = sum_x max(0, w_i p_{i+1}(x) - q_{i+1}(x)),  i < K
@@ -8,14 +8,15 @@ A weight w is carried over the draft (p_i in its paper):
 
 Prefix i passes with probability h_i. After i accepted drafts the next token is sampled from norm(max(0, w_i p - q)).
 
-The number of accepted drafts follows from the text's tokens, without a second sweep of the vocabulary: P(at least j
-accepted | draft) is w_j, since h_i + (1 - h_i) sum_v min(q, w_i p) = w_i. So it is E_{y~q}[w_j] = E_{y~p}[w_j R_j] with
-R_j = prod_{i<=j} q_i(y_i) / p_i(y_i), and w_j R_j = min(1, R_1, .., R_j) =: c_j, from w_j = min(1, w_{j-1} / r_j).
+The expected number of accepted tokens needs only the probabilities of the text's tokens, no second sweep over the
+vocabulary: P(at least j accepted | draft) is w_j, since h_i + (1 - h_i) sum_v min(q, w_i p) = w_i. Its mean is
+E_{y~q}[w_j] = E_{y~p}[w_j R_j] with R_j = prod_{i<=j} r_i, r_i = q_i(y_i) / p_i(y_i). From w_j = min(1, w_{j-1} / r_j)
+follows w_j R_j = min(1, R_1, .., R_j) =: c_j.
 
     P(first j accepted | text) = c_j, in [0, 1] and at least prod_{i<=j} min(1, r_i)
 
-In c_j the last token is drawn and not summed over. The same term of rejection sampling, whose sum is known, takes that
-noise out (a control variate):
+c_j depends on the sampled last token, which adds noise. The corresponding term of rejection sampling, whose mean over
+that token is known, is used as a control variate:
 
     P(first j accepted) = E_{y~p}[ c_j - prod_{i<=j} min(1, r_i) + prod_{i<j} min(1, r_i) alpha_j ]
 """
@@ -63,7 +64,7 @@ class Block(ChainRule):
 
 
 def next_weight(previous: Tensor, target_prob: Tensor, draft_prob: Tensor) -> Tensor:
-    """w_i from w_{i-1} and the probabilities of draft token i, elementwise; the product is capped, not the ratio."""
+    """w_i from w_{i-1} and the probabilities of draft token i, elementwise. The product is capped, not the ratio."""
     safe = torch.where(draft_prob > 0, draft_prob, torch.ones_like(draft_prob))
     weight = torch.where(draft_prob > 0, previous * target_prob / safe, torch.ones_like(previous))
     possible = (target_prob > 0) & (previous > 0)  # 0 stays 0, also where q(y) is 0
@@ -71,9 +72,10 @@ def next_weight(previous: Tensor, target_prob: Tensor, draft_prob: Tensor) -> Te
 
 
 def pass_probability(weight: Tensor, target_next: Tensor, draft_next: Tensor) -> Tensor:
-    """h_i of a prefix that is not the whole draft: weight [...] is w_i, target_next and draft_next [..., V] follow it.
+    """h_i of a prefix shorter than the draft. weight [...]: w_i. target_next, draft_next [..., V]: the distributions
+    after the prefix.
 
-    0 / 0 (w_i = 1 and p = q at the next position) is 1: then a later test passes with certainty, so it is unused.
+    0 / 0 (w_i = 1 and p = q at the next position) gives 1. The value has no effect: a later test passes for certain.
     """
     left = (weight.unsqueeze(-1) * target_next - draft_next).clamp(min=0).sum(-1)
     total = left + (1.0 - weight)

@@ -3,7 +3,7 @@
     P(first j accepted)        = E_{y~p}[ prod_{i<j} min(1, q_i(y_i) / p_i(y_i)) alpha_j ],  alpha = sum_v min(p, q)
     P(first j accepted | text) = prod_{i<=j} min(1, q_i(y_i) / p_i(y_i))
 
-The plain product of alphas along the text is biased: accepted tokens follow min(p, q) and not p.
+The plain product of alphas along the text is biased, because accepted tokens are distributed as min(p, q), not as p.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""The exact expected acceptance of a drafted tree: what verify_trees' draws would give on average.
+"""The exact expected acceptance of a drafted tree: the average over the random numbers of verify_trees.
 
 With a(c | r) the probability that the choice at row r (0 the root, i + 1 node i) is its child c,
 
     reach(root) = 1,  reach(c) = reach(parent) a(c | parent),  E[accepted] = sum of reach over the nodes,
 
-a from `node_law`: a lead v with p(v); the probe with the mass left times its acceptance; any child y with the mass left
-then times r(y). Averaged over drafts it is the acceptance length less one, at a fraction of the variance.
+where `node_law` gives a: p(v) for a lead v; for the probe, the remaining probability times its acceptance; for any
+other child y, the probability that then remains times r(y). The average over drafts is the acceptance length minus 1,
+with a fraction of the variance of counting.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from bebop.spec.tree.verify import checked_rows, node_law
 def expected_accepted(trees: TreeBatch, target: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
     """float64 [B, D]: the expected number of accepted nodes at depth 1..D of each tree.
 
-    target: as of verify_trees. Raises ValueError naming the argument, as it does.
+    target: as in verify_trees. Raises ValueError as verify_trees does.
     """
     batch, num = trees.tokens.shape
     rows = checked_rows(trees, target)

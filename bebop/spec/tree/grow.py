@@ -5,13 +5,13 @@ temperature, filters included (arXiv 2609.21827):
 
     leads   the m highest tokens                                        score factor q(x_i)
     probe   Y ~ qt = q_T / z outside the leads, z the q_T-mass there;   min(q(x_m), mass of q outside the leads),
-            none if z = 0; for m = 0 it stands first                    m = 0: q(x_1)
+            none if z = 0; for m = 0 it is the first child              m = 0: q(x_1)
     fills   the highest tokens that are neither, up to `width` slots    q(x)
 
-A node's score is the product of factors along its path. The `width` best nodes of a level are expanded, and the
-`budget` best of all are kept. Ties: higher score, then shallower, then left. The probe's factor does not depend on Y
-and is at least that of any fill, and fills stand to its right. So whether the probe is kept does not depend on which
-token it is: the condition for verifying it against qt (Y ranked by its own q would bias the output).
+A node's score is the product of the factors along its path. The `width` best nodes of a level are expanded, and the
+`budget` best of all are kept. Ties go to the shallower node, then to the left one. The probe's factor does not depend
+on Y and is at least that of any fill, and fills are to its right. So whether the probe is kept does not depend on which
+token it is. Verifying it against qt needs this: if Y were ranked by its own q, the output would be biased.
 
 Legend: B requests, W nodes expanded at this level, K width, S support, V vocabulary.
 """
@@ -30,15 +30,15 @@ from bebop.spec.random import StreamId, Streams, Uniforms, sample
 from bebop.spec.sampling import SamplingFilters, Setting
 from bebop.spec.tree.spec import NO_NODE, DraftTree, TreeBatch, TreeSpec
 
-_ABSENT = -1.0  # score of a slot without a token; true scores are >= 0
+_ABSENT = -1.0  # score of a slot without a token; other scores are >= 0
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """The nodes to run the draft on next. At the root W = 1 and tokens and parent_rows are 0 and unread.
+    """The nodes to run the draft on next. At the root W = 1; tokens and parent_rows are 0 and not read.
 
-    tokens long [B, W]; parent_rows long [B, W]: the parent's place in the frontier before; valid bool [B, W]: where
-    False the logits are not read.
+    tokens long [B, W]; parent_rows long [B, W]: index of the parent in the previous frontier; valid bool [B, W]: if
+    False, the logits are not read.
     """
 
     depth: int
@@ -64,7 +64,7 @@ def children(
     """Leads, probe and fills below each frontier node. logits [B, W, V], valid [B, W], filters' temperature [B]."""
     ranked, ids = _support(logits, valid, spec.support)
     size = ranked.shape[-1]
-    # ranks are the logits'; rounding in the softmax must not let a lower token pass a higher one
+    # ranked by logits: rounding in the softmax must not change the order
     q = ranked.softmax(-1).cummin(-1).values
     rank = torch.arange(size, device=logits.device)
     slot = torch.arange(spec.width, device=logits.device)
@@ -79,7 +79,7 @@ def children(
         probe = sample(rest, draws, StreamId.DRAFT, depth).unsqueeze(-1)
         has_probe = rest.gather(-1, probe) > 0
         is_probe = has_probe & (slot == leads) & exists
-        fill = slot - 1 + (slot - 1 >= probe).long()  # fills stand to the right of the probe and pass over it
+        fill = slot - 1 + (slot - 1 >= probe).long()  # fills are to the right of the probe and skip its rank
         at = torch.where(has_probe & (slot > leads), fill, torch.where(is_probe, probe, slot))
         last_lead = q.gather(-1, (leads - 1).clamp(min=0, max=size - 1).expand(*q.shape[:2], 1))
         off_leads = torch.where(rank < leads, 0.0, q).sum(-1, keepdim=True)  # a float sum is >= each of its terms
@@ -98,7 +98,7 @@ class TreeGrower:
             grower.expand(heads(grower.frontier))       # logits [B, W, V]
         trees = grower.finish()
 
-    temperature and filters (top_k, top_p, min_p): those of the target, one for all or [B].
+    temperature and filters (top_k, top_p, min_p): the target's, one number or [B].
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class TreeGrower:
         present = best < num
         best = best % num
         place = torch.arange(best.shape[1], device=best.device).expand(batch, -1)
-        node_of = best.new_full((batch, num + 1), NO_NODE)  # by candidate + 1, so that the root has a place
+        node_of = best.new_full((batch, num + 1), NO_NODE)  # index: candidate + 1; 0 is the root
         node_of.scatter_(1, best + 1, torch.where(present, place, NO_NODE))
         counts = [level["scores"].shape[1] for level in self._levels]
         depths = torch.repeat_interleave(torch.arange(1, len(counts) + 1), torch.tensor(counts)).to(best.device)
@@ -214,9 +214,9 @@ def grow_tree(
 ) -> DraftTree:
     """Draft the tree of one request, level by level, pruned to the budget.
 
-    draft_fn: token ids below the root, one tuple per node to expand -> the draft's logits [n, V] after each. Called
-    once per level, first with [()]. filters: top_k, top_p, min_p, as the target's.
-    Raises ValueError naming the argument, as TreeGrower does.
+    draft_fn: one tuple of token ids per node to expand, from below the root to the node -> the draft's logits [n, V]
+    after each. Called once per level, first with [()]. filters: the target's top_k, top_p, min_p.
+    Raises ValueError, which names the argument, as TreeGrower does.
     """
     grower = TreeGrower(spec, Streams.from_generator(generator, 1), temperature=temperature, **filters)
     paths: list[tuple[int, ...]] = [()]

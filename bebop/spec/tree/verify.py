@@ -1,17 +1,17 @@
-"""Verify draft trees so that what is emitted is distributed exactly as the target, over requests at once.
+"""Verify a batch of draft trees so that the emitted tokens are distributed exactly as the target.
 
 At a node with target p, walking down from the root (arXiv 2609.21827):
 
-    the probe Y was kept     accept it with min(1, p(Y) / qt(Y)), qt what it was drawn from; after a rejection
-                             r = norm(max(0, p - qt))
-    it was pruned, or none   r = p
-    then                     draw y ~ r: descend if y is another child that was kept, else emit y and stop
+    the probe Y was kept            accept it with min(1, p(Y) / qt(Y)), where Y was drawn from qt; after a rejection
+                                    r = norm(max(0, p - qt))
+    it was pruned, or there is none r = p
+    then                            draw y ~ r: descend if y is another kept child, else emit y and stop
 
-TopK's first child is a probe drawn from a point mass: accepted with p(x_1), then r = norm(p without x_1). It is so that
-a TopK tree of width 1 spends its numbers as the target-only chain does.
+TopK's first child counts as a probe drawn from a point mass: accepted with p(x_1), then r = norm(p without x_1). So a
+TopK tree of width 1 uses its random numbers as the target-only chain does.
 
-Drawing y is the same as trying those children one by one with r(child). RRSw draws among the leads first, y ~ p:
-descend if y is a lead, else p := norm(p without the leads) and on as above.
+Drawing y is the same as trying those children one by one with r(child). RRSw first draws y ~ p. If y is a lead, it
+descends; otherwise p := norm(p without the leads), and the steps above follow.
 
 Legend: B requests, N nodes, D levels, V vocabulary.
 """
@@ -29,14 +29,14 @@ from bebop.spec import distributions
 from bebop.spec.random import StreamId, Streams, Uniforms, invert, sample
 from bebop.spec.tree.spec import NO_NODE, DraftTree, TreeBatch, TreeResult
 
-_SUM_TOLERANCE = {torch.float64: 1e-6}  # of a distribution's sum from 1; else 1e-3
+_SUM_TOLERANCE = {torch.float64: 1e-6}  # largest |sum of a distribution - 1|; other types: 1e-3
 
 
 @dataclass(frozen=True)
 class TreesResult:
-    """tokens long [B, D+1]: accepted path, one token more, then -1. num_accepted long [B].
+    """tokens long [B, D+1]: accepted path, one more token, then -1. num_accepted long [B].
 
-    path long [B, D]: accepted nodes, then -1; their keys and values are what a cache keeps.
+    path long [B, D]: accepted nodes, then -1. A KV cache keeps the keys and values of these nodes.
     """
 
     tokens: Tensor
@@ -51,10 +51,10 @@ class TreesResult:
 
 @dataclass(frozen=True)
 class NodeLaw:
-    """The random choice at one node of each request; the first that happens wins.
+    """The random choice at one node of each request. The first of these that happens decides:
 
     1. a lead v with probability leads[v], [B, V] (only for RRSw, else None);
-    2. the probe, node `probe` [B] (-1: none), with probability `accept` [B]; as a draw: u * probe_draft < probe_target;
+    2. the probe, node `probe` [B] (-1: none), with probability `accept` [B]: if u * probe_draft < probe_target;
     3. a token from `residual` [B, V].
     """
 
@@ -71,7 +71,7 @@ class NodeLaw:
 
 
 def node_law(trees: TreeBatch, at: Tensor, target: Tensor) -> NodeLaw:
-    """The choice at row `at` (long [B]; 0 = the root, i + 1 = node i) whose target is [B, V]."""
+    """The choice at row `at` (long [B]; 0 = the root, i + 1 = node i). target: [B, V] at that row."""
     here = _children_mask(trees, at)
     is_probe = here if trees.method == "topk" else here & trees.is_probe
     has_probe, probe = is_probe.any(1), is_probe.long().argmax(1)  # the first: of topk's children only that one
@@ -92,7 +92,7 @@ def node_law(trees: TreeBatch, at: Tensor, target: Tensor) -> NodeLaw:
 
 
 def child_with_token(trees: TreeBatch, at: Tensor, tokens: Tensor) -> Tensor:
-    """The kept child of row `at` that holds `tokens` [B], -1 where there is none. long [B]."""
+    """long [B]: the kept child of row `at` whose token is `tokens` [B], or -1."""
     match = _children_mask(trees, at) & (trees.tokens == tokens.unsqueeze(1))
     return torch.where(match.any(1), match.long().argmax(1), NO_NODE)
 
@@ -104,13 +104,13 @@ def verify_trees(
     draws: Uniforms | None = None,
     generator: torch.Generator | None = None,
 ) -> TreesResult:
-    """Accept a path of each tree and emit one token more.
+    """Accept a path of each tree and emit one more token.
 
     target [B, N+1, V]: the target at the sampling temperature, row 0 after the root, row i+1 after node i; or a
-    function: rows, long [B] -> [B, V], so that only the rows on the path are ever made from logits.
-    draws: the requests' streams in this round, the same object that grew the trees; None: fresh ones from generator.
+    function from rows (long [B]) to [B, V], so that only the rows on the path are computed from logits.
+    draws: the requests' streams in this round, the same object that grew the trees. None: new streams from generator.
 
-    Raises ValueError naming the argument: shapes, rows of target_probs that are no distributions, ids outside [0, V).
+    Raises ValueError, which names the argument, for wrong shapes, rows that are not distributions, ids outside [0, V).
     """
     batch, num = trees.tokens.shape
     draws = draws or Streams.from_generator(generator, batch, trees.tokens.device)
@@ -144,10 +144,10 @@ def verify_trees(
 
 
 def verify_tree(tree: DraftTree, target_probs: Tensor, *, generator: torch.Generator | None = None) -> TreeResult:
-    """Accept a path of one tree and emit one token more; what is emitted is distributed exactly as the target.
+    """Accept a path of one tree and emit one more token. The emitted tokens are distributed exactly as the target.
 
     target_probs [n+1, V]: the target at the sampling temperature, row 0 after the root, row i+1 after node i.
-    Raises ValueError naming the argument, as verify_trees does.
+    Raises ValueError as verify_trees does.
     """
     result = verify_trees(tree.batch(), target_probs.unsqueeze(0), generator=generator)
     num = int(result.num_accepted[0])
@@ -159,12 +159,12 @@ def _children_mask(trees: TreeBatch, at: Tensor) -> Tensor:
 
 
 def _marked(tokens: Tensor, mask: Tensor, like: Tensor) -> Tensor:
-    """[B, V]: 1 at the tokens [B, N] under the mask. Siblings differ, so that no id is counted twice."""
+    """[B, V]: 1 at the tokens [B, N] where the mask is True. Siblings differ, so no id is counted twice."""
     return torch.zeros_like(like).scatter_add_(1, tokens.clamp(min=0), mask.to(like.dtype))
 
 
 def _probe_distribution(trees: TreeBatch, at: Tensor, like: Tensor) -> Tensor:
-    """qt over the vocabulary, [B, V], of the family below row `at`; 0 where that was not expanded."""
+    """qt over the vocabulary, [B, V], of the family below row `at`; 0 if that row was not expanded."""
     family = trees.family.gather(1, at.unsqueeze(1)).squeeze(1)
     row = torch.arange(len(at), device=at.device)
     probs = trees.probe_probs[row, family.clamp(min=0)] * (family >= 0).unsqueeze(1)
@@ -172,7 +172,7 @@ def _probe_distribution(trees: TreeBatch, at: Tensor, like: Tensor) -> Tensor:
 
 
 def checked_rows(trees: TreeBatch, target: Tensor | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """verify_trees' `target` as a function of rows whose answers are checked to be distributions."""
+    """verify_trees' `target` as a function of rows. It checks that each result is a distribution."""
     batch, num = trees.tokens.shape
     row = torch.arange(batch, device=trees.tokens.device)
     if isinstance(target, Tensor) and (target.ndim != 3 or target.shape[:2] != (batch, num + 1)):
