@@ -14,6 +14,9 @@ usage: ./launch.sh COMMAND [hydra overrides ...]
   eval            acceptance of trained heads: observed in the engine, and scored exactly
   bench SUITE     measure: rollout (the planner), tree or kernels
   report DIR      one HTML page from the records of the run in DIR
+  monitor watch DIR     show a run's steps, slope and decision as they come
+  monitor replay DIR    the decision after each step of a run
+  monitor import FILE   bring another trainer's records into a run folder: CSV, verl console, wandb, vLLM /metrics
   doctor          list what is installed, and test whether the engine is lossless
   test [quick]    the test suite; quick: without the end-to-end tests; more words go to pytest
   setup           only make .venv from the pinned versions
@@ -104,7 +107,7 @@ case "$command" in
     if [ "${1:-}" = quick ]; then shift; exec .venv/bin/python -m pytest -m "not e2e" "$@"; fi
     exec .venv/bin/python -m pytest "$@"
     ;;
-  demo | sft | grpo | eval | bench | report | doctor)
+  demo | sft | grpo | eval | bench | report | monitor | doctor)
     setup
     exec .venv/bin/bebop "$command" "$@"
     ;;

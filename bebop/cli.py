@@ -26,6 +26,7 @@ STAGES = {
     "bench": "bebop.bench",
     "doctor": "bebop.doctor",
     "report": "bebop.monitor.report",
+    "monitor": "bebop.monitor.command",
 }
 # keys in which a resumed run may differ from the run that began in its folder
 RESUMABLE = ("run_dir", "logger", "grpo.steps")
@@ -111,6 +112,11 @@ def _run(command: str, config: Run) -> int:
         if not (run_dir / "metrics.jsonl").is_file():
             raise ConfigError(f"run={run_dir}: no metrics.jsonl there; give the folder of a run")
         print(importlib.import_module(STAGES[command]).write_report(run_dir))
+        return 0
+    if command == "monitor" and config.action != "import":
+        if not Path(config.run).is_dir():
+            raise ConfigError(f"run={config.run}: no such folder; give the folder of a run")
+        importlib.import_module(STAGES[command]).run(config)
         return 0
     if "logger" in type(config).model_fields:
         try:

@@ -133,7 +133,8 @@ class StepRecord:
     """One RL step as the monitor sees it; a line of metrics.jsonl with kind == "step".
 
     entropy_nats: mean target entropy over emitted response tokens, at the sampling temperature.
-    acceptance_length: pooled over the step's requests, 1 + accepted / drafts; None where nothing was drafted.
+    acceptance_length: pooled over the step's requests, 1 + accepted / drafts; None where nothing was drafted. An
+        imported step without counts has the mean of the requests' own ratios.
     """
 
     step: int
@@ -158,4 +159,4 @@ class StepRecord:
 
     @property
     def acceptance_length(self) -> float | None:
-        return self.counts.acceptance_length if self.counts else None
+        return self.counts.acceptance_length if self.counts else self.acceptance_length_mean_of_requests

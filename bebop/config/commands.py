@@ -197,6 +197,35 @@ class ReportConfig(Run):
     run: FilePath
 
 
+class MonitorConfig(Run):
+    """The monitor on records that exist: watch a run, replay its decisions, import another trainer's records."""
+
+    # watch: print a run's steps as they come; replay: the decision after each step; import: write another trainer's
+    # records to a run folder (run_dir)
+    action: Literal["watch", "replay", "import"]
+    # watch and replay: folder of the run
+    run: FilePath | None = None
+    # import: CSV file, verl console log, .wandb file of an offline run, or folder of vLLM's /metrics pages
+    source: FilePath | None = None
+    # import: a second source, whose steps are joined with those of the first
+    counters: FilePath | None = None
+    # import: draft tokens per target forward, where the source does not say
+    num_speculative_tokens: int = Field(1, ge=1)
+    # import: how drafts were verified, where the source does not say
+    acceptance_rule: str = "rejection"
+    # import: sampling temperature, where the source does not say
+    temperature: float = Field(1.0, ge=0)
+    # watch: seconds between two looks at the run
+    every_s: float = Field(2.0, ge=0.1)
+
+    @model_validator(mode="after")
+    def _has_its_input(self) -> MonitorConfig:
+        needed = "source" if self.action == "import" else "run"
+        if getattr(self, needed) is None:
+            raise BadInput(f"{needed}: missing; give monitor {self.action} <path>")
+        return self
+
+
 COMMANDS: dict[str, type[Run]] = {
     "sft": SftConfig,
     "grpo": GrpoConfig,
@@ -205,6 +234,7 @@ COMMANDS: dict[str, type[Run]] = {
     "bench": BenchConfig,
     "doctor": DoctorConfig,
     "report": ReportConfig,
+    "monitor": MonitorConfig,
 }
 
 

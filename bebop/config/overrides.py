@@ -47,6 +47,11 @@ def parse(command: str, words: list[str]) -> Arguments:
         words[0] = f"run={words[0]}"
     if command == "bench" and words and "=" not in words[0] and not words[0].startswith("-"):
         words[0] = f"bench={words[0]}"
+    if command == "monitor":
+        for key in ("action", "source" if words[:1] == ["import"] else "run", "counters"):
+            place = ("action", "source", "counters").index(key) if key != "run" else 1
+            if len(words) > place and "=" not in words[place] and not words[place].startswith("-"):
+                words[place] = f"{key}={words[place]}"
     flags = {"multirun": False, "show": False, "dry_run": False}
     overrides, verl = [], []
     while words:

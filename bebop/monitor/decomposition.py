@@ -85,10 +85,12 @@ def drafted(history: Sequence[StepRecord]) -> list[Drafted]:
     """Steps that drafted and have a finite entropy; the others say nothing about acceptance."""
     found = []
     for s in history:
-        length, entropy = s.acceptance_length, s.entropy_nats
-        if s.counts is not None and length is not None and entropy is not None and math.isfinite(entropy):
-            definition = Definition(s.num_speculative_tokens, s.acceptance_rule, float(s.temperature))
-            found.append(Drafted(s.step, entropy, length, s.counts, definition))
+        length, entropy, rule = s.acceptance_length, s.entropy_nats, s.acceptance_rule
+        if s.counts is None:
+            rule = f"{rule}, mean of requests"
+        if length is not None and entropy is not None and math.isfinite(entropy):
+            definition = Definition(s.num_speculative_tokens, rule, float(s.temperature))
+            found.append(Drafted(s.step, entropy, length, s.counts or DraftCounts(), definition))
     return found
 
 

@@ -61,9 +61,9 @@ def summarise(run_dir: Path | str) -> dict[str, Any]:
         "reward_first": _mean(rewards[:WINDOW]),
         "reward_last": _mean(rewards[-WINDOW:]),
         "reward_window": min(WINDOW, len(rewards)),
-        "acceptance_length": counts.acceptance_length,
+        "acceptance_length": length_of(last),
         "acceptance_length_steps": [last[0].step, last[-1].step] if last else None,
-        "acceptance_length_run": pooled(drafted).acceptance_length,
+        "acceptance_length_run": length_of(drafted),
         "acceptance_rule": definition.acceptance_rule if definition else None,
         "temperature": definition.temperature if definition else None,
         "num_speculative_tokens": definition.num_speculative_tokens if definition else None,
@@ -97,6 +97,12 @@ def decision_fields(decision: Decision) -> dict[str, Any]:
 def pooled(steps: Sequence[Drafted]) -> DraftCounts:
     """Sum of the steps' counts; zeros without steps, then the acceptance length is None."""
     return sum((step.counts for step in steps), DraftCounts())
+
+
+def length_of(steps: Sequence[Drafted]) -> float | None:
+    """Acceptance length from the pooled counts; of imported steps without counts, the mean over steps."""
+    pooled_length = pooled(steps).acceptance_length
+    return _mean([step.acceptance_length for step in steps]) if pooled_length is None else pooled_length
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -177,6 +177,7 @@ def test_run_folder_of_another_run_is_refused(capsys, tmp_path):
     assert "`sft`" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "report"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_composes_and_passes_its_schema(command):
-    check(command, compose(command, Arguments()))
+    needed = {"report": ["run=a"], "monitor": ["action=watch", "run=a"]}
+    check(command, compose(command, Arguments(needed.get(command, []))))

@@ -122,10 +122,10 @@ def over_steps(steps: Sequence[StepRecord], entropy_range: tuple[float, float] |
 def conditional_acceptance(steps: Sequence[StepRecord]) -> Figure | None:
     """Conditional acceptance at each depth over steps, with binomial 95 % bands from the counts."""
     drafted = current(steps)
-    if not drafted:
+    depth = max((len(step.counts.accepted_per_depth) for step in drafted), default=0)
+    if not depth:
         return None
     figure, (axes,) = figure_of(1)
-    depth = max(len(step.counts.accepted_per_depth) for step in drafted)
     for j, colour in zip(range(depth), _cycle(depth), strict=True):
         reached = [
             (step, (step.counts.num_drafts, *step.counts.accepted_per_depth)[j])
