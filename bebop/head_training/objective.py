@@ -1,4 +1,4 @@
-"""The module that is trained: heads and their loss, batch in, loss out. The backbone is not part of it."""
+"""The module that is trained: heads and their loss, from a batch to a loss. The backbone is not part of it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class HeadObjective(nn.Module):
         temperature: of the training sequences; the loss compares draft and target at it.
         compute_dtype: of matrix products (autocast for the heads, cast operands for the loss); parameters, gradients
         and softmax statistics stay float32.
-        activation_checkpointing: MLPs keep only their input and run again in the backward pass.
+        activation_checkpointing: MLPs keep only their input, and are recomputed in the backward pass.
         """
         super().__init__()
         self.head, self.depth, self.loss_name = head, depth, loss.name
@@ -78,8 +78,8 @@ class HeadObjective(nn.Module):
 
 
 def _checkpoint_mlps(head: nn.Module) -> None:
-    """Run each outermost module named `mlp` under activation checkpointing: its inner activations, several times the
-    width per token and depth, are the largest that a head keeps. Parameters keep their names."""
+    """Run each outermost module named `mlp` under activation checkpointing. Its inner activations are several times the
+    width per token and depth, the largest that a head keeps. Parameters keep their names."""
     mlps = [module for name, module in head.named_modules() if re.fullmatch(r"(?:(?!mlp\.)\w+\.)*mlp", name)]
     if not mlps:
         raise BadInput("sft.activation_checkpointing: got true, but the head has no module `mlp`; set it to false")

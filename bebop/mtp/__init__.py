@@ -1,4 +1,4 @@
-"""MTP heads: the module as an engine serves it, families, initialisation, and the way in and out of checkpoints."""
+"""MTP heads: the module as an engine serves it, families, initialisation, reading and writing checkpoints."""
 
 from bebop.mtp.checkpoint import checkpoint_checksums, checksum, trained_depth, write_checkpoint
 from bebop.mtp.families import FAMILIES, MIMO, claimed_layers, family_of, is_head_name, known_family

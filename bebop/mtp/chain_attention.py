@@ -1,12 +1,12 @@
-"""Attention of a recursive draft, as an engine that applies one head K times computes it.
+"""Attention of a recursive draft, computed as by an engine that applies one head K times.
 
-The query of depth k at anchor t (rotary position t+k-1) sees
-  - the depth-1 keys of every position <= t of its document: the causal part, kept in the engine's cache, and
-  - its own chain's keys of depths 2..k: the engine overwrites them at the next draft.
-Both parts are one softmax. The causal part runs as flash attention, which returns its log-sum-exp; the few chain
-columns are merged in by it, so no [T, T] matrix exists. Backward hands flash attention the *merged* output and
-log-sum-exp: with those, exp(s - lse) is the merged weight of each causal key, and its gradients come out right
-without a gradient through lse.
+The query of depth k at anchor t (rotary position t+k-1) attends to
+  - the depth-1 keys of every position <= t of its document: the causal part, which the engine caches, and
+  - the keys of depths 2..k of its own chain: the engine overwrites them at the next draft.
+Both parts share one softmax. The causal part runs as flash attention, which also returns its log-sum-exp. With it, the
+few chain columns are merged in, so no [T, T] matrix exists. The backward pass gives flash attention the *merged* output
+and log-sum-exp. Then exp(s - lse) is the merged weight of each causal key, so the gradients are exact, without a
+gradient through lse.
 
 Shapes: T packed tokens, N of them queries, H heads, E width of a head, C = k - 1 chain columns, B documents padded to
 L in a group.
@@ -25,10 +25,10 @@ _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 @dataclass(frozen=True)
 class Documents:
-    """Packed documents in groups of like length, each group padded to its longest.
+    """Packed documents in groups of similar length, each group padded to its longest document.
 
-    groups: (rows [B, L] packed row of each padded slot, slots [n] where in the flattened group its n real tokens are,
-    packed [n] their packed rows). A padded slot comes after its document's tokens, where no causal query sees it.
+    groups: (rows [B, L]: packed row of each padded slot; slots [n]: slots of the group's n real tokens in the flattened
+    group; packed [n]: their packed rows). Padding is after a document's tokens, where no causal query attends.
     """
 
     groups: tuple[tuple[Tensor, Tensor, Tensor], ...]
@@ -64,7 +64,7 @@ def chain_attention(
 ) -> Tensor:
     """q [N, H, E]; k, v [T, H, E]; chain_k, chain_v [N, C, H, E], C = 0 at depth 1 -> [N, H, E]. Scale 1 / sqrt(E).
 
-    anchors: long [N], the packed rows that the queries stand at, each at most once; None: all of them, in order.
+    anchors: long [N], the packed row of each query, all different; None: all rows, in order.
     """
     return _ChainAttention.apply(q, k, v, chain_k, chain_v, documents, anchors)
 
@@ -72,7 +72,7 @@ def chain_attention(
 def naive_chain_attention(
     q: Tensor, k: Tensor, v: Tensor, chain_k: Tensor, chain_v: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
-    """The same by one dense mask over [T, T + C] columns: the formula, for readers and tests."""
+    """The same with one dense mask over [T, T + C] columns: the formula, for readers and tests."""
     total = q.shape[0]
     document = torch.arange(len(cu_seqlens) - 1).repeat_interleave(cu_seqlens.diff())
     position = torch.arange(total)
@@ -113,10 +113,10 @@ class _ChainAttention(torch.autograd.Function):
         q, k, v, chain_k, chain_v, out, lse, weights, anchors = ctx.saved_tensors
         grad_out = grad_out.contiguous()
         grads = [torch.empty_like(k) for _ in range(3)]
-        # Rows that no query stands at are zero in all four, and so is what they pass on.
+        # Rows without a query are zero in all four, so their gradients are zero.
         all_grad, all_q, all_out, all_lse = (_spread(x, anchors, len(k)) for x in (grad_out, q, out, lse[..., None]))
         for rows, slots, packed in ctx.documents.groups:
-            # A padded slot repeats its document's first row: its own query must pass no gradient on.
+            # A padded slot repeats its document's first row; its query must not add a gradient.
             padded_grad = _pad(all_grad, rows, keep=slots)
             parts = _causal_backward(
                 padded_grad, *(_pad(x, rows) for x in (all_q, k, v, all_out)), _pad(all_lse, rows).squeeze(-1)
@@ -139,12 +139,12 @@ def _statistic(q: Tensor) -> torch.dtype:
 
 
 def _spread(x: Tensor, anchors: Tensor | None, total: int) -> Tensor:
-    """[N, ...] at its rows of a zero [T, ...]."""
+    """A zero [T, ...] with [N, ...] written to its rows."""
     return x if anchors is None else x.new_zeros(total, *x.shape[1:]).index_copy_(0, anchors, x)
 
 
 def _pad(x: Tensor, rows: Tensor, keep: Tensor | None = None) -> Tensor:
-    """[T, H, E] -> [B, H, L, E]; slots outside `keep`, where given, are zero."""
+    """[T, H, E] -> [B, H, L, E]; if `keep` is given, all other slots are zero."""
     padded = x.index_select(0, rows.flatten())
     if keep is not None and keep.shape[0] != padded.shape[0]:
         padded = torch.zeros_like(padded).index_copy_(0, keep, padded.index_select(0, keep))
@@ -157,7 +157,7 @@ def _unpad(x: Tensor, slots: Tensor) -> Tensor:
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention of [B, H, L, E] and its log-sum-exp [B, H, L], natural logarithm of the scaled scores."""
+    """Causal attention of [B, H, L, E], and the log-sum-exp [B, H, L] of the scaled scores (natural logarithm)."""
     return _CPU(q, k, v, 0.0, True) if q.device.type == "cpu" else dense_causal(q, k, v)
 
 
@@ -167,11 +167,11 @@ def _causal_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     return dense_causal_backward(grad, q, k, v, out, lse)
 
 
-BLOCK = 512  # queries of one block of scores, where no flash kernel runs
+BLOCK = 512  # queries in one block of scores, if no flash kernel runs
 
 
 def dense_causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`_causal` on devices without a flash kernel whose log-sum-exp is documented: [B, H, BLOCK, L] scores at once."""
+    """`_causal` for devices without a flash kernel that returns its log-sum-exp: [B, H, BLOCK, L] scores at once."""
     out, lse = torch.empty_like(v), q.new_empty(q.shape[:3], dtype=_statistic(q))
     for start, end in _blocks(q):
         scores = _scores(q, k, start, end)
@@ -183,7 +183,7 @@ def dense_causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def dense_causal_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients on q, k, v. out and lse may be those of a longer softmax that these columns are a part of."""
+    """Gradients on q, k, v. out and lse may be those of a longer softmax that contains these columns."""
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     delta = (grad * out).sum(-1, keepdim=True)
     for start, end in _blocks(q):

@@ -1,4 +1,4 @@
-"""The model families whose MTP heads bebop reads, trains and writes: one table of names and conventions.
+"""The model families whose MTP heads bebop reads, trains and writes: a table of names and conventions.
 
 | family      | vLLM 0.31's module (model_executor/models) | hidden state in    | at later depths    | position 0 |
 |-------------|--------------------------------------------|--------------------|--------------------|------------|
@@ -9,19 +9,19 @@
 | glm4_moe    | glm4_moe_mtp.py (GLM-4.5 to 4.7)           | after final norm   | before head's norm | zeroed     |
 | decoder     | bebop's own (bebop.engines.vllm_engine)    | after final norm   | after head's norm  | kept       |
 
-"Position 0" is what becomes of the token embedding there. MiMo's projection reads the hidden state first, the others'
-the embedding. Embeddings and lm_head are the policy's own in every family: vLLM shares them with the head even where a
-checkpoint carries copies (`shared_head.head`, `embed_tokens`), and serves layer 0 alone, applied K times. So those
-copies and further layers are kept as they are, and never trained.
+"Position 0": whether the token embedding at position 0 is zeroed. MiMo's projection reads the hidden state, then the
+embedding; all others read the embedding first. In every family, embeddings and lm_head are the policy's own: vLLM
+shares them with the head even if a checkpoint contains copies (`shared_head.head`, `embed_tokens`). vLLM serves only
+layer 0, applied K times. So those copies and further layers are kept unchanged and never trained.
 
 `decoder` is for policies that were published without heads: fresh heads in Qwen3-Next's layout, around a decoder layer
-of the policy's own class. A directory of it is served by vLLM wherever bebop is installed.
+of the policy's own class. vLLM serves such a directory if bebop is installed.
 
-MiMo's model_type is `mimo` as published, `qwen2` in bebop's own layout (bebop.policies.layout): one decoder, Qwen2's.
-Qwen3 can take that layout too, with `architectures: [MiMoForCausalLM]`, `qk_norm: true` and zero biases of q, k and v:
-a vLLM without bebop serves it, if num_attention_heads * head_dim is hidden_size.
+MiMo's model_type is `mimo` as published, and `qwen2` in bebop's own layout (bebop.policies.layout); both have Qwen2's
+decoder. Qwen3 can take that layout too, with `architectures: [MiMoForCausalLM]`, `qk_norm: true` and zero biases of q,
+k and v. A vLLM without bebop serves it if num_attention_heads * head_dim = hidden_size.
 
-A new family is a row of `FAMILIES`, and the head of each is bebop.mtp.head.
+A new family is a new row of `FAMILIES`. All families use the head in bebop.mtp.head.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from bebop.errors import BadInput
 from bebop.registry import Registry
 
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config keys that claim MTP layers
-READ_AS = {"mimo": "qwen2"}  # model types without a decoder of their own in transformers (bebop.mtp.mimo)
+READ_AS = {"mimo": "qwen2"}  # model types without their own decoder in transformers (bebop.mtp.mimo)
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,28 @@ class Family:
     classes: Mapping[str, str]  # `model_type` of the decoder's config -> Class of transformers' ClassDecoderLayer etc.
     count_key: str  # config key that claims MTP layers
     prefix: str  # of layer 0's tensors
-    heads: str  # what the name of any MTP tensor begins with
-    number: str  # regular expression of the number of an MTP tensor's layer, which counts from {n} where prefix does
-    proj: str  # projection of hidden state and embedding behind the prefix, which no layer lacks
-    parts: Mapping[str, str]  # part of the head -> its name behind the prefix; "" is all that no other part claims
+    heads: str  # prefix of the name of every MTP tensor
+    number: str  # regular expression for the layer number in an MTP tensor's name; counts from {n} if prefix has {n}
+    proj: str  # name after the prefix of the projection of hidden state and embedding; every layer has it
+    parts: Mapping[
+        str, str
+    ]  # part of the head -> its name after the prefix; "" takes all names that no other part takes
     shared: tuple[str, ...] = ()  # copies of the policy's own tensors, which the engine ignores
-    architecture: str | None = None  # in config.json's `architectures`: marks the family whatever the model_type
-    served_by_bebop: bool = False  # by bebop's class pair in vLLM, around the policy's own decoder layer
+    architecture: str | None = None  # if in config.json's `architectures`, this is the family, whatever the model_type
+    served_by_bebop: bool = False  # vLLM serves it with bebop's two classes, around the policy's own decoder layer
     rotary: str = "RotaryEmbedding"
     zero_at_start: bool = False
     chains_normed: bool = True
     hidden_first: bool = False  # the projection reads the hidden state, then the embedding
-    before_norm: bool = False  # the hidden state of depth 1 is the one before the backbone's final norm
-    biased: tuple[str, ...] = ()  # model types without biases of q, k and v, where the engine's classes have them
+    before_norm: bool = False  # depth 1 reads the hidden state before the backbone's final norm
+    biased: tuple[str, ...] = ()  # model types without biases of q, k and v, although the engine's classes have them
 
     def first(self, config: Any) -> str:
-        """Prefix of layer 0's tensors. config: of the decoder, transformers' or that part of a config.json."""
+        """Prefix of layer 0's tensors. config: the decoder's, from transformers or from config.json."""
         return self.prefix.format(n=_value(config, "num_hidden_layers"))
 
     def layers(self, names: Iterable[str], config: Any) -> set[int]:
-        """Numbers of the MTP layers, from 0 on, that tensors of these names belong to."""
+        """Numbers, from 0, of the MTP layers to which tensors of these names belong."""
         offset = _value(config, "num_hidden_layers") if "{n}" in self.prefix else 0
         found = (re.match(self.number, name) for name in names if self.is_head(name, config))
         return {int(match[1]) - offset for match in found if match}
@@ -80,14 +82,14 @@ class Family:
         return found is not None and int(found[1]) >= _value(config, "num_hidden_layers")
 
     def roots(self, names: Iterable[str], config: Any) -> set[str]:
-        """What the names of MTP tensors among `names` begin with, each root of no other tensor."""
+        """Prefixes of the MTP tensors among `names`: each begins with one of them, and no other tensor does."""
         heads = (name for name in names if self.is_head(name, config))
         return {re.match(self.number, name)[0] for name in heads} if "{n}" in self.prefix else {self.heads}
 
     def zero_biases(self, names: Iterable[str], config: Any) -> list[str]:
-        """Biases that a checkpoint with tensors of these names has to hold, as zeros, and transformers' decoder lacks.
+        """Biases that a checkpoint with these tensors must contain as zeros, although transformers' decoder has none.
 
-        The engine's class has them, and does not say when it finds none: they would be uninitialised memory.
+        The engine's class has them and gives no error if they are missing: they would be uninitialised memory.
         """
         if _value(config, "model_type") not in self.biased:
             return []
@@ -120,7 +122,7 @@ _NEXTN = {
     "norm": "shared_head.norm",
     "layer": "",
 }
-_NUMBERED: dict[str, Any] = {  # the head's layers are numbered on from the decoder's
+_NUMBERED: dict[str, Any] = {  # the numbers of the head's layers follow the decoder's
     "count_key": "num_nextn_predict_layers",
     "prefix": "model.layers.{n}.",
     "heads": "model.layers.",
@@ -164,7 +166,7 @@ DECODER = Family(
 )
 FAMILIES: Registry[Family] = Registry("family", key="model.path")
 for _family in (
-    DECODER,  # before MIMO, which has Qwen3 policies of some shapes only: those are marked by their architecture
+    DECODER,  # before MIMO, which takes only some Qwen3 policies: those marked by their architecture
     MIMO,
     Family(
         name="qwen3_next",
@@ -199,18 +201,18 @@ def families() -> list[Family]:
 
 
 def served_by_bebop() -> dict[str, str]:
-    """model_type -> Class of every policy that vLLM serves by bebop's class pair (bebop.engines.vllm_engine)."""
+    """model_type -> Class of every policy that vLLM serves with bebop's classes (bebop.engines.vllm_engine)."""
     return {kind: name for family in families() if family.served_by_bebop for kind, name in family.classes.items()}
 
 
 def decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json that describes the decoder: `text_config` of a model that also sees."""
+    """The part of a config.json that describes the decoder: `text_config` of a vision-language model."""
     return config.get("text_config") or config
 
 
 def mixes_linear_attention(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json's decoder has gated delta nets (Qwen3-Next, Qwen3.5; every fourth layer is none where
-    nothing else is said)."""
+    """Whether a config.json's decoder has gated delta nets (Qwen3-Next, Qwen3.5). By default every fourth layer is full
+    attention."""
     part = decoder_config(config)
     kinds = part.get("layer_types")
     return "linear_attention" in kinds if kinds else "linear_num_value_heads" in part
@@ -226,7 +228,7 @@ def known_family(config: Mapping[str, Any]) -> Family | None:
 
 
 def family_of(config: Mapping[str, Any], where: Path | str = "config.json") -> Family:
-    """The family of a config.json. Raises ValueError, with what is known and how to add one, where there is none."""
+    """The family of a config.json. Raises ValueError for an unknown one, with the known ones and how to add another."""
     family = known_family(config)
     if family is None:
         known = ", ".join(f"{each.name} ({'/'.join(each.classes)})" for each in families())
@@ -238,7 +240,7 @@ def family_of(config: Mapping[str, Any], where: Path | str = "config.json") -> F
 
 
 def claimed_layers(config: Mapping[str, Any]) -> int:
-    """MTP layers that a config.json claims to have."""
+    """Number of MTP layers that a config.json claims."""
     part = decoder_config(config)
     return next((int(part[key]) for key in COUNT_KEYS if part.get(key)), 0)
 

@@ -1,21 +1,21 @@
 """The MTP head: a decoder layer of transformers between a projection and a norm, trained as an engine serves it.
 
-The layer is used as it is: norms, projections, experts, gates. Only its attention is ours, through transformers' own
-registry of attention functions: the layer hands over queries, keys and values as it made them (normed, rotated, shared
-between heads, low-rank), and `chain_core` computes what an engine computes that applies one head K times
-(bebop.mtp.chain_attention). bebop.mtp.families says in what the families differ.
+The layer's norms, projections, experts and gates are used unchanged. Only its attention is replaced, through
+transformers' registry of attention functions. The layer passes its queries, keys and values (normed, rotated, shared
+between heads, low-rank) to `chain_core`, which computes attention like an engine that applies one head K times
+(bebop.mtp.chain_attention). The differences between families are in bebop.mtp.families.
 
 Depth k at anchor t, as vLLM 0.31 drafts (v1/spec_decode/llm_base_proposer.py):
   input      x = proj(cat[token_norm(e), hidden_norm(h)]), MiMo's in the other order
-             e: embedding of token t+k; some families zero it where the rotary position is 0
-             h: depth 1 the backbone's hidden state at t, later depths the head's own of depth k-1
-  position   t + k - 1: depth 1 sits on its anchor, each further depth one on
+             e: embedding of token t+k; some families zero it at rotary position 0
+             h: at depth 1 the backbone's hidden state at t, at later depths the head's own from depth k-1
+  position   t + k - 1: depth 1 is at its anchor, each further depth one position later
   attention  over depth-1 keys of positions <= t and the chain's own keys of depths 2..k
   output     norm(layer(x)), from which the backbone's lm_head reads the logits for token t+k+1
 
-Hidden states come to the head after the backbone's final norm, since the target logits are read from them and one copy
-per token is enough. MiMo's head reads them before it: dividing by the norm's weight gives that state up to a scale per
-token, and hidden_norm forgets scales.
+The head gets hidden states after the backbone's final norm, because the target logits need these and one copy per token
+is enough. MiMo's head reads the state before that norm. Dividing by the norm's weight gives that state up to a scale
+per token, and hidden_norm removes scales.
 
 Shapes: T packed tokens, N anchors, D width, K depths, V vocabulary, H heads, G key heads, E and F widths of a head's
 keys and values.
@@ -41,15 +41,15 @@ CORE = "bebop_chain"
 
 
 class Attention(Protocol):
-    """What a head's layer attends by."""
+    """The attention of a head's layer."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v [N, H, E] of the rows that the layer was called with -> [N, H, E]. Scale 1 / sqrt(E)."""
+        """q, k, v [N, H, E] of the rows in this call of the layer -> [N, H, E]. Scale 1 / sqrt(E)."""
 
 
 @dataclass
 class Chain:
-    """Keys and values that later calls of one forward pass attend to. anchors: see `draft_hidden`."""
+    """Keys and values to which later calls of the same forward pass attend. anchors: see `draft_hidden`."""
 
     documents: Documents
     anchors: Tensor | None
@@ -60,7 +60,7 @@ class Chain:
     depth: int = 1
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The first call with anchors only leaves its keys and values."""
+        """With anchors, the first call only stores its keys and values."""
         if self.keys is None:
             self.keys, self.values = k, v
             if self.anchors is not None:
@@ -92,7 +92,7 @@ def chain_core(
     value_width = value.shape[-1]
     if value_width < width:
         value = F.pad(value, [0, width - value_width])
-    # Under autocast, norms hand over float32 beside bfloat16 values.
+    # Under autocast, norms return float32 queries and keys, while values are bfloat16.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query * (scaling * width**0.5), key, value))
     if k.shape[1] < heads:
         k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
@@ -103,17 +103,17 @@ ALL_ATTENTION_FUNCTIONS.register(CORE, chain_core)
 
 
 class MtpHead(nn.Module):
-    """MTP layer 0 of a family of the table. Parameter names: its `parts`, then the decoder layer's own."""
+    """MTP layer 0 of a family. Parameter names: the family's `parts`, then the decoder layer's own names."""
 
-    backbone_norm: Tensor | None  # [D] weight of the backbone's final norm, where the first input is taken out of it
+    backbone_norm: Tensor | None  # [D] weight of the backbone's final norm, for families that read the state before it
 
     def __init__(
         self, family: Family, config: Any, backbone_norm: Tensor | None = None, *, stacked: bool = False
     ) -> None:
         """config: transformers' config of the decoder (`get_text_config()`). backbone_norm [D]: weight of the
-        backbone's final norm, read by families whose head sees the state before it. stacked: see bebop.mtp.names.
+        backbone's final norm, for families whose head reads the state before it. stacked: see bebop.mtp.names.
 
-        Raises ValueError where the decoder attends by a sliding window, and where backbone_norm cannot be undone.
+        Raises ValueError if the decoder has a sliding window, or if backbone_norm has a zero and cannot be undone.
         """
         super().__init__()
         self.family, self.config, self.stacked = family, config, stacked
@@ -155,7 +155,7 @@ class MtpHead(nn.Module):
             positions = position_ids[rows] + chain.depth - 1
             x = self.input(state, F.embedding(tokens, embed_weight.detach()), positions)
             if chain.depth == 1 and anchors is not None:
-                # Keys and values are needed at every position, all else at the anchors alone.
+                # Keys and values are needed at every position, everything else only at the anchors.
                 self.attention(x, positions, chain)
                 rows, x, positions = rows[anchors], x[anchors], positions[anchors]
             state, output = self.step(x, positions, chain)
@@ -176,7 +176,7 @@ class MtpHead(nn.Module):
         return self.proj(torch.cat(parts[::-1] if self.family.hidden_first else parts, -1))
 
     def attention(self, x: Tensor, positions: Tensor, attention: Attention) -> None:
-        """Hand `attention` the queries, keys and values of x [N, D]."""
+        """Pass the queries, keys and values of x [N, D] to `attention`."""
         self.layer.self_attn(
             self.layer.input_layernorm(x[None]),
             position_embeddings=self._rotary[0](x[None], positions[None]),
@@ -185,7 +185,7 @@ class MtpHead(nn.Module):
         )
 
     def step(self, x: Tensor, positions: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
-        """x [N, D] of `input` -> the state that the next depth reads, and that which logits are read from."""
+        """x [N, D] from `input` -> the state that the next depth reads, and the state from which logits are read."""
         rotary = self._rotary[0](x[None], positions[None])
         x = self.layer(x[None], position_embeddings=rotary, attention_mask=None, chain=attention)[0]
         normed = self.norm(x)
@@ -207,10 +207,10 @@ def draft_hidden(
 
     hidden [T, D] backbone, after its final norm; embed_weight [V, D]; input_ids, position_ids [T] integer; cu_seqlens
     [B+1]; depth K at least 1; anchors long [N], distinct positions to draft at, None for all T.
-    Returns [K, N, D] in the head's dtype, N = T without anchors; row t of depth k is meaningful where t+k is in t's
-    document, elsewhere it is finite filler. Only keys and values are computed outside the anchors. Gradient reaches the
-    head's parameters alone: backbone and embedding are detached here.
-    Raises ValueError naming the argument on wrong shapes, ids outside the vocabulary or a depth below 1.
+    Returns [K, N, D] in the head's dtype, N = T without anchors. Row t of depth k is valid if t+k is in t's document;
+    other rows are finite but meaningless. Outside the anchors only keys and values are computed. Only the head's
+    parameters get a gradient: backbone and embedding are detached here.
+    Raises ValueError, which names the argument, for wrong shapes, ids outside the vocabulary or a depth below 1.
     """
     total, width = len(input_ids), head.config.hidden_size
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
@@ -231,7 +231,7 @@ def draft_hidden(
         )
     if anchors is not None:
         _check_anchors(anchors, total)
-        if not len(anchors):  # transformers' layers take no empty batch; every parameter still gets its gradient, of 0
+        if not len(anchors):  # transformers' layers reject an empty batch; every parameter still gets a gradient of 0
             return head(hidden, embed_weight, input_ids, cu_seqlens, position_ids, depth, anchors.new_zeros(1))[:, :0]
     return head(hidden, embed_weight, input_ids, cu_seqlens, position_ids, depth, anchors)
 
@@ -262,8 +262,8 @@ def _check_anchors(anchors: Tensor, total: int) -> None:
 
 
 def _freeze_buffers(layer: nn.Module) -> None:
-    """Buffers that a checkpoint holds (the router's correction) become frozen float32 parameters: they travel with the
-    others, are gathered with them, and no optimizer moves them."""
+    """Turn buffers that a checkpoint contains (the router's correction) into frozen float32 parameters, so that they
+    are saved and gathered with the other parameters, and no optimizer changes them."""
     for module in list(layer.modules()):
         for name in FLOAT32:
             if name in module._buffers:

@@ -1,7 +1,7 @@
 """MiMo as published, `model_type: mimo`, for transformers: Qwen2's decoder, without the code in the checkpoint.
 
-Importing this module registers it; what transformers has for it is left in place. The layout of its heads is a row of
-bebop.mtp.families.
+Importing this module registers the model type; a class that transformers already has for it is kept. The layout of the
+heads is a row of bebop.mtp.families.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ MODEL_TYPE = "mimo"
 
 
 class MiMoConfig(Qwen2Config):
-    """Qwen2's config under MiMo's name; `num_nextn_predict_layers` and the like are kept as they come."""
+    """Qwen2's config under MiMo's name; other keys, such as `num_nextn_predict_layers`, are kept unchanged."""
 
     model_type = MODEL_TYPE
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """Qwen2's decoder, which leaves the MTP layers alone."""
+    """Qwen2's decoder, which ignores the MTP layers."""
 
     config_class = MiMoConfig
     _keys_to_ignore_on_load_unexpected = (r"model\.mtp_layers\.",)

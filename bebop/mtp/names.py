@@ -1,7 +1,7 @@
-"""A head's tensors under the names of its parameters here, and under those of a checkpoint.
+"""Converts a head's tensors between parameter names and checkpoint names.
 
 A checkpoint has experts one by one (`experts.3.up_proj.weight`) or stacked (`experts.gate_up_proj`); transformers'
-modules have them stacked. Each checkpoint is written in the form that it came in.
+modules have them stacked. Each checkpoint is written in the form in which it was read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLOAT32 = ("e_score_correction_bias",)  # float32 whatever the checkpoint's dtyp
 
 
 def to_checkpoint(family: Family, config: Any, state: Mapping[str, Tensor], *, stacked: bool) -> dict[str, Tensor]:
-    """A head's tensors under their names in a checkpoint. stacked: the form of the experts. Shares memory."""
+    """A head's tensors under their checkpoint names. stacked: whether experts stay stacked. Shares memory."""
     table = list(family.parts.items())
     named = {family.first(config) + _renamed(name, table): tensor for name, tensor in state.items()}
     for bias in family.zero_biases(named, config):
@@ -46,9 +46,9 @@ def split_experts(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_checkpoint(parts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `to_checkpoint`. tensors: by their names behind the prefix, experts in either form.
+    """The inverse of `to_checkpoint`. tensors: by their names after the prefix, experts in either form.
 
-    Raises ValueError where experts are not whole.
+    Raises ValueError if an expert has missing tensors.
     """
     back = sorted(((theirs, ours) for ours, theirs in parts.items()), reverse=True)  # "" last
     state: dict[str, Tensor] = {}
@@ -64,7 +64,9 @@ def from_checkpoint(parts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> 
         count = 1 + max(number for number, _ in ones)
         absent = [f"{i}.{leaf}" for i in range(count) for leaf in LEAVES if (i, leaf) not in ones]
         if absent:
-            raise BadInput(f"{path}: {count} experts without {', '.join(absent[:4])}; expected each of them whole")
+            raise BadInput(
+                f"{path}: {count} experts lack {', '.join(absent[:4])}, expected every tensor of each expert"
+            )
         pairs = [torch.cat([ones[i, "gate_proj"], ones[i, "up_proj"]]) for i in range(count)]
         state[f"{path}.gate_up_proj"] = torch.stack(pairs)
         state[f"{path}.down_proj"] = torch.stack([ones[i, "down_proj"] for i in range(count)])
@@ -77,12 +79,12 @@ def stacks_experts(names: Iterable[str]) -> bool:
 
 
 def cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors in `dtype`, but for those that every checkpoint has in float32."""
+    """The tensors in `dtype`, except those that every checkpoint has in float32."""
     return {name: tensor.to(torch.float32 if name.endswith(FLOAT32) else dtype) for name, tensor in tensors.items()}
 
 
 def _renamed(name: str, table: Iterable[tuple[str, str]]) -> str:
-    """`name` with its leading part replaced by the first row that fits; "" fits always, and may stand for nothing."""
+    """`name` with its leading part replaced by the first row that matches. "" matches every name."""
     for old, new in table:
         if not old or name.startswith(old + "."):
             rest = name.removeprefix(old + ".") if old else name

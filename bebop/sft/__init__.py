@@ -1,4 +1,4 @@
-"""The pre-RL stage: MTP heads trained on a frozen policy's own text, with the end-to-end TV loss or a baseline."""
+"""The stage before RL: trains MTP heads on a frozen policy's own text, with the end-to-end TV loss or a baseline."""
 
 from bebop.errors import SftError
 from bebop.sft.stage import SftResult, run

@@ -1,4 +1,4 @@
-"""One table of several training runs: acceptance per depth and task, for example from a sweep over losses."""
+"""One table for several training runs, for example a sweep over losses: acceptance per depth and task."""
 
 from __future__ import annotations
 

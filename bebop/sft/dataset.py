@@ -14,11 +14,11 @@ from bebop.data.batches import IndexedBatch, TrainBatch, pack_rows, trainable
 from bebop.data.self_distill import read_rows
 from bebop.sft.lr import BatchStream
 
-ENTROPY_SEQUENCES = 512  # training sequences in the recorded range of entropies, beside all held-out ones
+ENTROPY_SEQUENCES = 512  # training sequences in the recorded range of entropies, in addition to all held-out ones
 
 
 class TextData:
-    """stream: micro-batches of any step; heldout: batches to score on; hidden: adds hidden states to a micro-batch."""
+    """stream: micro-batches of any step; heldout: batches for scoring; hidden: adds hidden states to a micro-batch."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class TextData:
         cache_hidden: str,
         backbone_checksum: str,
     ) -> None:
-        """cache_hidden: of the training sequences, see HiddenStates; held-out ones stay in memory, or stream.
+        """cache_hidden: for the training sequences, see HiddenStates; for held-out ones memory, or stream.
         backbone_checksum: cached states of another backbone are not used."""
         train = trainable(read_rows(text_dir / "train.parquet"), depth, "training text")
         heldout = trainable(read_rows(text_dir / "heldout.parquet"), depth, "held-out text")

@@ -1,7 +1,7 @@
-"""The one place that imports deepspeed: an optimizer step over the heads, with ZeRO 0 to 3, on CPU and GPU.
+"""The only module that imports deepspeed: an optimizer step over the heads, with ZeRO 0 to 3, on CPU and GPU.
 
-DeepSpeed averages gradients over micro-batches and ranks. `step` is given weights that undo this average, so that the
-gradient is that of one mean over all anchors of the global batch, whatever the packing:
+DeepSpeed averages gradients over micro-batches and ranks. `step` weights the micro-batches so that the gradient is that
+of one mean over all anchors of the global batch, whatever the packing:
 
     L = sum_m n_m L_m / sum_m n_m        (micro-batches m of all ranks, n_m anchors with mean loss L_m)
 """
@@ -32,10 +32,10 @@ LAST = "last.json"  # names the newest complete checkpoint; replaced atomically,
 def deepspeed_config(
     *, optimizer: str, zero_stage: int, grad_accum: int, grad_clip: float, lr: float, weight_decay: float
 ) -> dict[str, Any]:
-    """DeepSpeed's own config. torch's AdamW: DeepSpeed's CPU Adam is compiled on first use, for minutes.
+    """DeepSpeed's own config. With torch's AdamW, because DeepSpeed's CPU Adam is compiled for minutes on first use.
 
-    DeepSpeed orthogonalises Muon's matrices before it clips: its clip would shrink updates, not gradients, so Muon gets
-    ParameterClip instead. Its ZeRO-3 has Muon without reduce-scatter only.
+    DeepSpeed orthogonalises Muon's matrices before it clips, so its clip would shrink updates, not gradients. Muon gets
+    ParameterClip instead. Under ZeRO-3, DeepSpeed supports Muon only without reduce-scatter.
     """
     params = {"lr": lr, "weight_decay": weight_decay, "betas": [0.9, 0.95], "torch_adam": True}
     zero = {"stage": zero_stage, "overlap_comm": False}
@@ -53,7 +53,8 @@ def deepspeed_config(
 
 
 def init_process_group(device: str, rendezvous: Path, rank: int, world_size: int) -> None:
-    """Join the other training processes over the file `rendezvous` (fresh for each start), gloo on CPU, nccl on GPU."""
+    """Join the other training processes through the file `rendezvous` (a new one for each start): gloo on CPU, nccl on
+    GPU."""
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("LOCAL_RANK", str(rank))
@@ -61,8 +62,8 @@ def init_process_group(device: str, rendezvous: Path, rank: int, world_size: int
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed 0.19 compiles a shared-memory all-reduce (80 s) when its backend starts, used or not. It takes an op
-    # that this table does not name for unavailable and keeps to gloo, and then needs no compiler at all.
+    # DeepSpeed 0.19 compiles a shared-memory all-reduce (80 s) when its backend starts, even if it is not used. If this
+    # table does not name the op, DeepSpeed treats it as unavailable, uses gloo and needs no compiler.
     deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(
         dist_backend="gloo" if device == "cpu" else "nccl",
@@ -76,16 +77,17 @@ def init_process_group(device: str, rendezvous: Path, rank: int, world_size: int
 
 
 class ParameterClip:
-    """Clips every parameter's gradient of a micro-batch, the mean over its anchors, as autograd hands it over.
+    """Clips the gradient of every parameter for a micro-batch (the mean over its anchors), in an autograd hook.
 
-    Muon's momentum weighs steps by the size of their gradients, and those of fresh heads are ten times the later ones:
-    unclipped, the first steps steer it for dozens. What comes after has no say in an update's size, so the clip is by
-    parameter and needs no norm over all: grad_clip / sqrt(parameters) each, grad_clip for all together.
+    Muon's momentum weights steps by the size of their gradients. The first gradients of fresh heads are ten times the
+    later ones, so without a clip they dominate the momentum for dozens of steps. Muon's update has a fixed size, so
+    clipping each parameter separately, to grad_clip / sqrt(number of parameters), is enough. Then all gradients together
+    have a norm of at most grad_clip.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], grad_clip: float) -> None:
         self._limit = grad_clip / len(parameters) ** 0.5
-        self.weight = 1.0  # what the micro-batch's mean is multiplied with on its way
+        self.weight = 1.0  # factor on the micro-batch's mean gradient
         for parameter in parameters:
             parameter.register_hook(self._clip)
 
@@ -104,10 +106,10 @@ class Trainer:
         parameters = [p for p in module.parameters() if p.requires_grad]
         self._muon = config["optimizer"]["type"] == "Muon"
         self._clip = ParameterClip(parameters, grad_clip) if self._muon else None
-        self._lr_scale: dict[str, float] = {}  # by name of the optimizer's group; 1 where it is not named
+        self._lr_scale: dict[str, float] = {}  # by name of the optimizer's group; 1 for groups that are not in it
         groups = self._by_columns(parameters) if self._muon else parameters
         self.engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=dict(config))
-        for group in self.engine.optimizer.param_groups:  # decay stays lr times weight_decay
+        for group in self.engine.optimizer.param_groups:  # the decay stays lr times weight_decay
             group["weight_decay"] /= self._scale_of(group)
         self.zero_stage: int = config["zero_optimization"]["stage"]
         if self.zero_stage == 3:
@@ -116,11 +118,11 @@ class Trainer:
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def _by_columns(self, parameters: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
-        """Groups for Muon, in which a matrix of C columns gets ADAMW_RMS sqrt(C) times the learning rate (Moonshot AI,
-        arXiv 2502.16982): one learning rate then suits matrices of any shape, and AdamW's parameters.
+        """Parameter groups for Muon. A matrix of C columns gets ADAMW_RMS sqrt(C) times the learning rate (Moonshot AI,
+        arXiv 2502.16982), so that one learning rate suits matrices of any shape and AdamW's parameters.
 
-        DeepSpeed's update of a matrix [R, C] is an orthogonal one times sqrt(max(1, R / C)), so its root mean square is
-        1 / sqrt(C). Which matrices are not for Muon, DeepSpeed says: their half of a group has a name without a scale.
+        DeepSpeed's update of a matrix [R, C] is an orthogonal matrix times sqrt(max(1, R / C)), so its root mean square
+        is 1 / sqrt(C). DeepSpeed decides which parameters get AdamW; the names of their groups have no scale.
         """
         groups: dict[str, list[torch.nn.Parameter]] = {}
         for parameter in parameters:
@@ -153,14 +155,14 @@ class Trainer:
             part = torch.cat([loss.detach().float().reshape(1), values.float()]) * (count / total)
             mean = part if mean is None else mean + part
         if mean is None:
-            raise BadInput(f"batches: got none, expected grad_accum={self.grad_accum}")
+            raise BadInput(f"batches: got 0, expected grad_accum={self.grad_accum}")
         if self.world_size > 1:
             torch.distributed.all_reduce(mean)
         return mean
 
     def grad_norm(self) -> float | None:
-        """Gradient norm of the last step, before the clip; None under ZeRO-0, where DeepSpeed does not keep it, and
-        with Muon, where it keeps that of the orthogonalised updates."""
+        """Gradient norm of the last step, before the clip. None under ZeRO-0, for which DeepSpeed does not keep it, and
+        with Muon, for which DeepSpeed keeps the norm of the orthogonalised updates."""
         norm = None if self._muon else self.engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
@@ -173,13 +175,13 @@ class Trainer:
             return {name: p.detach().cpu().clone() for name, p in named.items()}
 
     def gathered(self) -> Any:
-        """Context in which the module's parameters are whole, for scoring outside of DeepSpeed's forward."""
+        """Context in which the module's parameters are whole, for scoring outside DeepSpeed's forward."""
         import deepspeed
 
         return deepspeed.zero.GatheredParameters(list(self.engine.module.parameters()), enabled=self.zero_stage == 3)
 
     def save(self, folder: Path, step: int, state: Mapping[str, Any]) -> None:
-        """Write the checkpoint of `step`, then let it count as the last one, then drop older ones. Collective."""
+        """Write the checkpoint of `step`, mark it as the last one, then delete older ones. Collective."""
         self.engine.save_checkpoint(str(folder), tag=f"step_{step}", client_state=dict(state), save_latest=False)
         self.barrier()
         if self.rank == 0:
@@ -192,9 +194,9 @@ class Trainer:
         self.barrier()
 
     def restore(self, folder: Path) -> dict[str, Any] | None:
-        """Load the last complete checkpoint and return its state, or None where there is none. Collective.
+        """Load the last complete checkpoint and return its state, or None if there is none. Collective.
 
-        Raises ValueError where it was written with another number of processes or ZeRO stage.
+        Raises ValueError if it was written with another number of processes or another ZeRO stage.
         """
         last = folder / LAST
         if not last.exists():
@@ -217,14 +219,15 @@ class Trainer:
             torch.distributed.barrier()
 
     def close(self) -> None:
-        """Wait until every rank has done its work. The process group ends with the process: taking it apart while
-        gloo's threads still run aborts the process now and then (torch 2.13)."""
+        """Wait until every rank has finished. The process group ends with the process, because destroying it while
+        gloo's threads run sometimes aborts the process (torch 2.13)."""
         self.barrier()
 
 
 def _gather_frozen_with_parent(module: torch.nn.Module) -> None:
-    """Have ZeRO-3 gather frozen parameters for the module above their owner too. It gathers a module's own parameters
-    before that module's forward; a router's frozen correction is the gate's and is read by the block around it."""
+    """Make ZeRO-3 gather frozen parameters also for the parent of their module. ZeRO-3 gathers a module's own
+    parameters before that module's forward, but a router's frozen correction belongs to the gate and is read by the
+    block around the gate."""
     import deepspeed
 
     modules = dict(module.named_modules())

@@ -1,4 +1,4 @@
-"""From trained heads to the run's policy directory, with what made them."""
+"""Writes the trained heads into the run's policy directory, with a record of what made them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 def export(job: Job, tensors: Mapping[str, Tensor], scored: Acceptance, facts: Mapping[str, Any]) -> None:
     """Write run_dir/checkpoint (the policy with `tensors` as its heads, in its dtype), sft_result.json, the model card.
 
-    tensors: the trained head's parameters by name. With sft_result.json the training counts as finished; if the card
-    cannot be written after it, that is a warning.
+    tensors: the trained head's parameters by name. Once sft_result.json exists, the training counts as finished. If the
+    card then cannot be written, that is only a warning.
     """
     config, text = job.config, read_json(job.text_dir / META)
     dtype = getattr(torch, config.model.dtype)

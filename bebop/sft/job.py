@@ -1,4 +1,4 @@
-"""What the command hands to its training processes."""
+"""What the command passes to its training processes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Starts the training processes and turns what goes wrong in them into one line.
+"""Starts the training processes and turns their errors into one line.
 
-Training runs in processes of its own, even if there is only one: DeepSpeed leaves process groups and threads, which
-engines that start later in the same command must not inherit. torch.distributed.elastic is not used: its rendezvous
-listens on all interfaces of the machine (torch 2.13), where the file here needs no port.
+Training runs in separate processes, even if there is only one: DeepSpeed leaves process groups and threads that engines
+started later by the same command must not inherit. torch.distributed.elastic is not used, because its rendezvous
+listens on all interfaces of the machine (torch 2.13). The rendezvous file used here needs no port.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def error_file(run_dir: Path, rank: int) -> ErrorFile:
 
 
 def launch(job: Path, run_dir: Path, num_processes: int) -> None:
-    """Run `python -m bebop.sft.worker JOB` on this machine, num_processes times, until all have ended.
+    """Run `python -m bebop.sft.worker JOB` on this machine in num_processes processes, and wait until all have ended.
 
-    Raises SftError with the first failing process's error; the others are stopped.
+    If one fails, the others are stopped, and SftError is raised with its error.
     """
     for rank in range(num_processes):
         error_file(run_dir, rank).clear()
     rendezvous = run_dir / f".rendezvous-{uuid.uuid4().hex}"
     common = {"WORLD_SIZE": str(num_processes), "BEBOP_RENDEZVOUS": str(rendezvous), **child_environment(run_dir)}
-    if device_name() == "cpu":  # DeepSpeed's Muon would be compiled, for which a bare machine has no compiler
+    if device_name() == "cpu":  # DeepSpeed's Muon would be compiled, but the machine may have no compiler
         common["TORCH_COMPILE_DISABLE"] = "1"
     threads = str(max(1, (os.cpu_count() or 1) // num_processes))
     processes: list[subprocess.Popen[bytes]] = []

@@ -1,7 +1,7 @@
-"""The model card of a policy with trained heads: README.md in the layout of Hugging Face.
+"""The model card of a policy with trained heads: README.md in Hugging Face's format.
 
-A policy's own card stays: its front matter keeps its keys and gains tags, its text stands as it was, and the heads get
-one section between two marks, which a later training replaces.
+A policy's own card is kept: its front matter gains tags, its text is unchanged, and a section on the heads is added
+between two markers. A later training replaces that section.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ NEW = "---\nlibrary_name: transformers\n---\n# Policy with MTP heads\n"
 
 
 def write_card(checkpoint: Path, made: Mapping[str, Any]) -> None:
-    """Write the card of `checkpoint`, over the one that is there, if any. made: the provenance in its bebop.json.
+    """Write the card of `checkpoint`, or extend an existing one. made: the provenance in its bebop.json.
 
-    The card says whether any vLLM serves the directory, or one with bebop installed, and by which command.
+    The card gives the command that serves the directory, and says whether vLLM needs bebop installed for it.
 
-    Front matter that is no YAML mapping stays in the text as it is, after the new one; so do bytes that are no UTF-8.
+    Front matter that is not a YAML mapping stays in the text, after the new front matter. Bytes that are not UTF-8 stay
+    unchanged.
     """
     path = checkpoint / CARD
     before = path.read_bytes().decode("utf-8", errors="surrogateescape") if path.exists() else None
@@ -42,8 +43,8 @@ def write_card(checkpoint: Path, made: Mapping[str, Any]) -> None:
 
 
 def needs_bebop(config: Mapping[str, Any]) -> bool:
-    """Whether vLLM serves a directory with this config.json only where bebop is installed: its class for heads on
-    policies without heads of their own, and its reading of `model_type: mimo` without MiMo's own code."""
+    """Whether vLLM needs bebop to serve a directory with this config.json: for fresh heads on policies without native
+    heads, and for `model_type: mimo` without MiMo's own code."""
     return getattr(known_family(config), "served_by_bebop", False) or config.get("model_type") in READ_AS
 
 
@@ -58,7 +59,7 @@ def serve_command(num_speculative_tokens: int) -> str:
 
 
 def merge(before: str | None, made: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The card's text: `before` with its section on the heads replaced or added, or a new card. config: config.json."""
+    """The card's text: `before` with the section on heads added or replaced, or a new card. config: of config.json."""
     card = _card(NEW if before is None else before)
     card.data["pipeline_tag"] = card.data.get("pipeline_tag") or "text-generation"
     tags = card.data.get("tags") or []
@@ -73,7 +74,7 @@ def merge(before: str | None, made: Mapping[str, Any], config: Mapping[str, Any]
 
 
 def _card(text: str) -> RepoCard:
-    """RepoCard, not ModelCard: that one rewrites the evaluation results in the front matter, or refuses them."""
+    """RepoCard, not ModelCard: ModelCard rewrites the evaluation results in the front matter, or rejects them."""
     if text.lstrip().startswith("---"):
         try:
             return RepoCard(text)

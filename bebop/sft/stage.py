@@ -1,4 +1,4 @@
-"""`sft`: policy, training sequences, training, checkpoint. A part that the run folder or the cache has is skipped."""
+"""`sft`: policy, training sequences, training, checkpoint. Skips parts that are in the run folder or the cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FREE = (
 
 @dataclass(frozen=True)
 class SftResult:
-    """checkpoint: Hugging Face directory of the policy with its trained heads. summary: what summary.json holds."""
+    """checkpoint: Hugging Face directory of the policy with its trained heads. summary: content of summary.json."""
 
     checkpoint: Path
     summary: dict[str, Any]
@@ -53,7 +53,7 @@ def run(config: SftConfig, run_dir: Path) -> SftResult:
 
 
 def _run(config: SftConfig, run_dir: Path) -> dict[str, float]:
-    """Do what is not done yet; returns the seconds of each part."""
+    """Do the parts that are not done yet; returns the seconds of each part."""
     if before := read_json(run_dir / JOB):
         refuse_changes(run_dir, before["config"], config.model_dump(mode="json"), free=FREE)
     if (run_dir / RESULT).exists():
@@ -72,7 +72,7 @@ def _run(config: SftConfig, run_dir: Path) -> dict[str, float]:
 
 
 def train(config: SftConfig, policy_dir: Path, text_dir: Path, run_dir: Path) -> None:
-    """Train on the training sequences in `text_dir` and write run_dir/checkpoint; in processes of its own."""
+    """Train on the training sequences in `text_dir`, in separate processes, and write run_dir/checkpoint."""
     job = Job(config=config, policy_dir=policy_dir, text_dir=text_dir, run_dir=run_dir)
     write_text(run_dir / JOB, job.model_dump_json(indent=1))
     launch(run_dir / JOB, run_dir, config.sft.num_processes)

@@ -1,4 +1,4 @@
-"""The training loop: steps, scores on held-out text, checkpoints, and the policy directory at its end."""
+"""The training loop: steps, scores on held-out text, checkpoints, and at the end the policy directory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STATE = "sft_state"
 
 
 class Training:
-    """One process's part in training the heads of a job; rank 0 writes."""
+    """One process of a head training. Rank 0 writes the files."""
 
     def __init__(self, job: Job, device: str) -> None:
         config = job.config
@@ -39,7 +39,7 @@ class Training:
         backbone = load_backbone(job.policy_dir, dtype=getattr(torch, config.model.dtype), device=device)
         self.frozen = (backbone.embed_weight.float(), backbone.lm_head_weight.float())
         head = load_heads(job.policy_dir)
-        # `prepare_policy` writes the heads that it makes into the policy, and says there that nothing trained them
+        # `prepare_policy` writes fresh heads into the policy, and records in bebop.json that they are not trained
         self.cold = head is None or trained_depth(job.policy_dir) == 0
         if head is None:
             head = init_heads(job.policy_dir, how=config.model.mtp_init, seed=config.seed)
@@ -111,7 +111,7 @@ class Training:
         trainer.close()
 
     def _start(self) -> dict[str, Any]:
-        """State of the last checkpoint, or of a fresh start."""
+        """State of the last checkpoint, or of a new training."""
         identity = _identity(self.job)
         state = self.trainer.restore(self.job.run_dir / STATE)
         if state is None:
@@ -148,7 +148,7 @@ class Training:
         return {
             "loss": loss,
             "loss_name": self.objective.loss_name,
-            # [K] mean overlap over the step's anchors, at that temperature
+            # [K] mean overlap over the step's anchors, at the rollout's temperature
             **({} if regression else {"alpha": alpha}),
             "temperature": self.temperature,
             "lr": lr,
@@ -166,7 +166,7 @@ class Training:
         return scored
 
     def _score_by_task(self) -> tuple[dict[str, Acceptance], Acceptance]:
-        """The same after the last step, for each task's held-out text and for all of it, from one pass."""
+        """Scored acceptance after the last step, for each task and for all held-out text, from one pass."""
         with self.trainer.gathered():
             scores = {task: self._scores(batches) for task, batches in self.data.heldout_by_task()}
         scored = summarise(concatenate(list(scores.values())))
@@ -199,7 +199,7 @@ def _deepspeed(job: Job) -> dict[str, Any]:
 
 
 def _identity(job: Job) -> str:
-    """Stands for everything that the trained heads depend on."""
+    """Hash of everything on which the trained heads depend."""
     checksums = checkpoint_checksums(job.policy_dir)
     parts = {"model": {"dtype", "mtp_init"}, "loss": True, "sft": True, "rollout": {"temperature"}}
     config = job.config.model_dump(mode="json", include=parts)

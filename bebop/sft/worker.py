@@ -1,4 +1,4 @@
-"""One training process: `python -m bebop.sft.worker JOB`, its rank from the environment; bebop.sft.launch starts it."""
+"""One training process, `python -m bebop.sft.worker JOB`: its rank is in the environment. Started by bebop.sft.launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bebop.store.environment import device_name
 
 
 def main(path: str) -> int:
-    """Train as the job file says; an error goes to the rank's error file, which the starting process reads."""
+    """Train as the job file says. An error goes to the rank's error file, which the starting process reads."""
     end_with_parent()
     rank = int(os.environ["RANK"])
     job = Job.model_validate_json(Path(path).read_text())
