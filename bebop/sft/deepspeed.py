@@ -81,8 +81,8 @@ class ParameterClip:
 
     Muon's momentum weights steps by the size of their gradients. The first gradients of fresh heads are ten times the
     later ones, so without a clip they dominate the momentum for dozens of steps. Muon's update has a fixed size, so
-    clipping each parameter separately, to grad_clip / sqrt(number of parameters), is enough. Then all gradients together
-    have a norm of at most grad_clip.
+    clipping each parameter separately, to grad_clip / sqrt(number of parameters), is enough. Then all together have a
+    norm of at most grad_clip.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], grad_clip: float) -> None:

@@ -68,5 +68,5 @@ def test_processes_share_a_step_like_accumulated_micro_batches():
 
 
 def test_a_stream_without_sequences_is_refused():
-    with pytest.raises(ValueError, match="num_sequences=0"):
+    with pytest.raises(ValueError, match="num_sequences: got 0"):
         BatchStream(0, seed=0, pack=_pairs)
