@@ -1,4 +1,4 @@
-"""One training process: `python -m bebop.sft.worker JOB`, with its rank in the environment. See bebop.sft.launch.
+"""One training process: `python -m bebop.sft.worker JOB`, with its rank in the environment. See bebop.sft.launch."""
 
 from __future__ import annotations
 
