@@ -106,6 +106,18 @@ def use(plugins: Sequence[str]) -> None:
     load_plugins()
 
 
+def sources(plugins: Sequence[str]) -> list[Path]:
+    """The file of each plugin; of a package its folder."""
+    found = []
+    for plugin in plugins:
+        if _is_file(plugin):
+            found.append(_file(plugin))
+        elif (spec := importlib.util.find_spec(plugin)) is not None and spec.origin:
+            origin = Path(spec.origin)
+            found.append(origin.parent if origin.name == "__init__.py" else origin)
+    return found
+
+
 def load_plugins() -> None:
     """Import the modules in BEBOP_PLUGINS that this process has not imported yet."""
     if _loaded.issuperset(_listed()):

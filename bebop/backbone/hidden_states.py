@@ -18,7 +18,8 @@ from __future__ import annotations
 import itertools
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -28,13 +29,23 @@ from tqdm import tqdm
 
 from bebop.backbone import Backbone
 from bebop.data.batches import IndexedBatch, TrainBatch, pack_rows, train_batch
-from bebop.data.self_distill import TextRow, fingerprint
+from bebop.data.self_distill import TextRow
 from bebop.errors import BadInput
+from bebop.store.caches import name_of, versions
 from bebop.store.files import file_lock, human_size, read_json, remove_leftovers, replacing, write_json
 
 log = logging.getLogger(__name__)
 MEMINFO = Path("/proc/meminfo")
 SHARE = 0.8  # of the free memory or disk that the states may take
+
+
+@dataclass(frozen=True)
+class HiddenInputs:
+    """What hidden states are computed from, beside their shape and type."""
+
+    ids: Sequence[Sequence[int]]  # of every row
+    policy: str  # name of its content
+    versions: Mapping[str, str]
 
 
 class HiddenStates:
@@ -97,8 +108,9 @@ class HiddenStates:
         self, file: Path, rows: Sequence[TextRow], max_tokens: int, name: str, size: int, identity: str
     ) -> Tensor:
         """The states out of `file`, which rank 0 makes first where it is not whole."""
+        inputs = HiddenInputs([row.input_ids for row in rows], identity, versions("torch", "transformers"))
         meta = {
-            "rows": fingerprint({"ids": [row.input_ids for row in rows], "policy": identity}),
+            "made_from": name_of(inputs),
             "shape": [self._bounds[-1], self._width],
             "dtype": str(self._dtype),
         }

@@ -23,9 +23,9 @@ class Task(Section):
 
 class Data(Section):
     # self_distill: responses that the policy samples to prompts from `tasks`; parquet: text or chats from the file at
-    # `path`
+    # `path`, parquet or JSON lines
     source: Literal["self_distill", "parquet"] = "self_distill"
-    # parquet file with a column `messages`, `prompt` or `text`; with source=parquet
+    # file with a column `messages`, `prompt` or `text`, .parquet or .jsonl; with source=parquet
     path: FilePath | None = None
     # tasks from which prompts are drawn
     tasks: list[Task] = Field(min_length=1)
@@ -45,7 +45,7 @@ class Data(Section):
     @model_validator(mode="after")
     def _source_has_its_file(self) -> Data:
         if self.source == "parquet" and self.path is None:
-            raise BadInput("data.path: got null with data.source=parquet; set data.path=<file>.parquet")
+            raise BadInput("data.path: got null with data.source=parquet; set data.path=<file>.parquet or .jsonl")
         if self.source != "parquet" and self.path is not None:
             raise BadInput(f"data.path: got {self.path} with data.source={self.source}; set data.source=parquet")
         return self

@@ -6,6 +6,7 @@ Shapes: T tokens of a packed batch, B documents, N anchors, K depths, D width.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from bebop.data.self_distill import TextRow
 from bebop.errors import BadInput
 
 log = logging.getLogger(__name__)
+TOO_SHORT = "sequence shorter than the draft's horizon"
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,10 @@ class TrainBatch:
     labels: Tensor  # long [K,N], the token that depth k predicts
 
 
-def trainable(rows: Sequence[TextRow], depth: int, name: str) -> list[TextRow]:
+def trainable(rows: Sequence[TextRow], depth: int, name: str, left_out: Counter[str] | None = None) -> list[TextRow]:
     """Rows that have an anchor: depth + 1 supervised tokens in a row after the first token (the horizon rule).
 
-    Raises ValueError where none has. `name` says which rows they are.
+    Raises ValueError where none has. `name` says which rows they are. The others are added to `left_out`.
     """
     kept = [row for row in rows if _longest_run(row.loss_mask[1:]) > depth]
     if not kept:
@@ -61,6 +63,8 @@ def trainable(rows: Sequence[TextRow], depth: int, name: str) -> list[TextRow]:
     if len(kept) < len(rows):
         short = len(rows) - len(kept)
         log.info("%s: %d of %d sequences are shorter than the draft's horizon and left out", name, short, len(rows))
+        if left_out is not None:
+            left_out[TOO_SHORT] += short
     return kept
 
 

@@ -10,12 +10,14 @@ import hashlib
 import json
 import logging
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from bebop.config import Data, Task
+from bebop.config import Task
+from bebop.data.rows import told
 from bebop.data.tasks import source, worked_solution
-from bebop.data.tokenizer import encode_prompt
+from bebop.data.tokenizer import TemplateRaised, encode_prompt
 from bebop.errors import BadInput
 from bebop.records import Prompt
 
@@ -30,6 +32,8 @@ SPLITS = {
     "eval": range(15, 16),
 }
 MAX_TRIES = 2000
+RAISED = "prompt at which the chat template raises"
+TOO_LONG = "prompt longer than data.max_prompt_tokens"
 
 
 def split_of(question: str) -> str:
@@ -89,15 +93,32 @@ class _Questions:
         )
 
 
-def encode_prompts(prompts: Sequence[Prompt], data: Data, tokenizer: Any) -> list[tuple[Prompt, list[int]]]:
-    """Prompts with their token ids; those longer than data.max_prompt_tokens are left out. Raises where all are."""
-    encoded = [(prompt, encode_prompt(tokenizer, prompt)) for prompt in prompts]
-    short = [(prompt, ids) for prompt, ids in encoded if len(ids) <= data.max_prompt_tokens]
-    if len(short) < len(encoded):
-        log.info("text: %d prompts are longer than data.max_prompt_tokens and left out", len(encoded) - len(short))
+def encode_prompts(
+    prompts: Sequence[Prompt], max_tokens: int, tokenizer: Any, left_out: Counter[str] | None = None
+) -> list[tuple[Prompt, list[int]]]:
+    """Prompts with their token ids, without those that are longer than max_tokens (data.max_prompt_tokens) or that the
+    chat template raises at. Raises where none is left.
+
+    left_out: they are added to it, by their reason.
+    """
+    encoded, counts, raised = [], Counter[str](), None
+    for prompt in prompts:
+        try:
+            encoded.append((prompt, encode_prompt(tokenizer, prompt)))
+        except TemplateRaised as error:
+            counts[RAISED] += 1
+            raised = raised or error
+    if raised is not None and not encoded:
+        raise raised
+    short = [(prompt, ids) for prompt, ids in encoded if len(ids) <= max_tokens]
     if not short:
         raise BadInput(
-            f"data.max_prompt_tokens={data.max_prompt_tokens}: all {len(encoded)} prompts are longer, the shortest has "
+            f"data.max_prompt_tokens={max_tokens}: all {len(encoded)} prompts are longer, the shortest has "
             f"{min(len(ids) for _, ids in encoded)} tokens; raise it"
         )
+    counts[TOO_LONG] += len(encoded) - len(short)
+    if counts := +counts:
+        log.warning("text: %d of %d prompts are left out: %s", sum(counts.values()), len(prompts), told(counts))
+    if left_out is not None:
+        left_out.update(counts)
     return short

@@ -6,14 +6,14 @@ Heads are to predict the policy, so the text is best sampled by the policy itsel
     train.parquet, heldout.parquet    a row per sequence, see `TextRow`
     text.json                         what made it, written last: a folder that has it is whole
 
-that is made once per fingerprint and shared by every run that asks for the same (for example all losses of a
-comparison).
+that is made once and shared by every run that asks for the same (for example all losses of a comparison).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,10 +24,12 @@ from tqdm import tqdm
 from bebop.config import EvalConfig, SftConfig
 from bebop.errors import BadInput
 from bebop.records import Prompt, Rollout, Sampling
-from bebop.store.files import content_hash, filled, read_json, write_json
+from bebop.store.caches import Inputs, made_from, name_of
+from bebop.store.files import filled, read_json, write_json
 
 log = logging.getLogger(__name__)
 META, SPLITS = "text.json", ("train", "heldout")
+NO_RESPONSE = "prompt without a response"
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class TextRow:
     def loss_mask(self) -> list[int]:
         """[T] 1 where the token itself is supervised."""
         return [0] * len(self.prompt_ids) + list(self.response_mask)
+
+
+Sets = Mapping[str, Sequence[TextRow]]
 
 
 class Sampler(Protocol):
@@ -80,12 +85,17 @@ def sample_all(
 
 
 def self_distill(
-    engine: Sampler, prompts: Sequence[tuple[Prompt, Sequence[int]]], sampling: Sampling, *, progress: bool = True
+    engine: Sampler,
+    prompts: Sequence[tuple[Prompt, Sequence[int]]],
+    sampling: Sampling,
+    left_out: Counter[str] | None = None,
+    *,
+    progress: bool = True,
 ) -> list[TextRow]:
     """One response of the policy to every prompt.
 
     prompts: each with its token ids. sampling: as rollouts are sampled; its seed makes every request's own. Responses
-    that the engine aborted and empty ones are left out. Raises ValueError where none is left.
+    that the engine aborted and empty ones are left out, and added to `left_out`. Raises ValueError where none is left.
     """
     ids = [list(ids) for _, ids in prompts]
     rollouts = sample_all(engine, ids, sampling, title="self-distillation", progress=progress)
@@ -97,26 +107,22 @@ def self_distill(
     if not rows:
         reasons = sorted({r.finish_reason for r in rollouts})
         raise BadInput(f"self-distillation: 0 of {len(prompts)} prompts got a response, finish reasons {reasons}")
+    if left_out is not None and len(rows) < len(prompts):
+        left_out[NO_RESPONSE] += len(prompts) - len(rows)
     return rows
 
 
-def fingerprint(parts: Mapping[str, Any]) -> str:
-    """16 hex digits for what makes a text set (JSON-serialisable `parts`)."""
-    return content_hash(parts, 16)
+def text_set(root: Path, inputs: Inputs, make: Callable[[Inputs, Counter[str]], Sets]) -> tuple[Path, dict[str, Any]]:
+    """The folder of the text set of `inputs` (bebop.store.caches), made unless it is already whole, and its text.json.
 
-
-def text_set(
-    root: Path, parts: Mapping[str, Any], make: Callable[[], Mapping[str, Sequence[TextRow]]]
-) -> tuple[Path, dict[str, Any]]:
-    """The folder of the text set that `parts` describe, made by `make` unless it is already whole, and its text.json.
-
-    make: -> {"train": rows, "heldout": rows}. A killed run leaves nothing that looks finished; a second run that wants
-    the same set waits for the first.
+    make: (inputs, counts of what is left out, by reason) -> {"train": rows, "heldout": rows}. A killed run leaves
+    nothing that looks finished; a second run that wants the same set waits for the first.
     """
 
     def fill(part: Path) -> None:
-        sets = make()
-        meta: dict[str, Any] = {"fingerprint": folder.name, "made_from": parts}
+        left_out = Counter[str]()
+        sets = make(inputs, left_out)
+        meta: dict[str, Any] = {"fingerprint": folder.name, "made_from": made_from(inputs), "left_out": dict(left_out)}
         for split in SPLITS:
             _write(part / f"{split}.parquet", sets[split])
             meta[f"num_{split}"] = len(sets[split])
@@ -124,7 +130,7 @@ def text_set(
         meta["sampled_by_policy"] = all(row.logprobs is not None for split in SPLITS for row in sets[split])
         write_json(part / META, meta)
 
-    folder = root / fingerprint(parts)
+    folder = root / name_of(inputs)
     if folder.exists():
         log.info("training sequences: %s is reused", folder)
     filled(folder, fill)

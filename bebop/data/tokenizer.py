@@ -9,6 +9,7 @@ Byte-level BPE in Qwen2's layout: `model_type: qwen2` makes transformers load ev
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -60,18 +61,40 @@ def load_tokenizer(path: Path) -> Any:
     return AutoTokenizer.from_pretrained(path)
 
 
-def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of one prompt: the chat template around one user turn, with the generation prompt.
+class TemplateRaised(BadInput):
+    """A chat template that refuses these messages, or breaks on them."""
 
-    Raises ValueError where the tokenizer has no chat template.
+
+def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, prompt: bool, tools: Any = None) -> list[int]:
+    """Token ids of messages in the tokenizer's chat template. prompt: with the generation prompt behind them.
+
+    Raises BadInput where the tokenizer has no chat template, TemplateRaised where it raises.
     """
     if not tokenizer.chat_template:
         raise BadInput(
             f"tokenizer of {tokenizer.name_or_path}: it has no chat template; add chat_template.jinja to the policy"
         )
-    messages = [{"role": "user", "content": prompt.text}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return list(ids)
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), tools=tools, add_generation_prompt=prompt, tokenize=True, return_dict=False
+        )
+        return list(text)
+    except Exception as error:  # a template is a program: it raises whatever it likes
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TemplateRaised(f"the chat template raises: {why[:100]}") from error
+
+
+def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Token ids of one prompt: the chat template around one user turn, with the generation prompt.
+
+    Raises BadInput where the tokenizer has no chat template, or that raises.
+    """
+    try:
+        return render(tokenizer, [{"role": "user", "content": prompt.text}], prompt=True)
+    except TemplateRaised as error:
+        raise TemplateRaised(
+            f"tokenizer of {tokenizer.name_or_path}: {error}, on the prompt {prompt.prompt_id}; check its chat template"
+        ) from error
 
 
 @lru_cache

@@ -13,19 +13,19 @@ from bebop.store.files import plain, revive, write_text
 FOLDER = "rollouts"
 
 
-def write(run_dir: Path, temperature: float, policy: str, rollouts: Sequence[Rollout]) -> None:
-    """Write rollouts/T<temperature>.jsonl in run_dir, whole or not at all. policy: checksum of what sampled them."""
-    lines = [{"policy": policy}, *(plain(rollout) for rollout in rollouts)]
+def write(run_dir: Path, temperature: float, made_by: str, rollouts: Sequence[Rollout]) -> None:
+    """Write rollouts/T<temperature>.jsonl in run_dir, whole or not at all. made_by: name of what they are made from."""
+    lines = [{"made_from": made_by}, *(plain(rollout) for rollout in rollouts)]
     write_text(_path(run_dir, temperature), "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
 
 
-def read(run_dir: Path, temperature: float, policy: str, prompts: Sequence[Sequence[int]]) -> list[Rollout] | None:
-    """The responses stored for these prompts by the same policy, in the prompts' order; None if there are none."""
+def read(run_dir: Path, temperature: float, made_by: str, prompts: Sequence[Sequence[int]]) -> list[Rollout] | None:
+    """The responses stored for these prompts made from the same, in the prompts' order; None if there are none."""
     path = _path(run_dir, temperature)
     if not path.is_file():
         return None
     head, *lines = (revive(json.loads(line)) for line in path.read_text().splitlines())
-    if head != {"policy": policy} or [line["prompt_ids"] for line in lines] != [list(ids) for ids in prompts]:
+    if head != {"made_from": made_by} or [line["prompt_ids"] for line in lines] != [list(ids) for ids in prompts]:
         return None
     return [_rollout(line) for line in lines]
 
@@ -40,4 +40,5 @@ def _rollout(line: dict[str, Any]) -> Rollout:
 
 
 def _path(run_dir: Path, temperature: float) -> Path:
-    return run_dir / FOLDER / f"T{temperature:g}.jsonl"
+    short = f"{temperature:g}"
+    return run_dir / FOLDER / f"T{short if float(short) == temperature else repr(temperature)}.jsonl"

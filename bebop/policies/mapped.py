@@ -22,6 +22,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,19 @@ from bebop.mtp.families import MIMO, Family, decoder_config, family_of
 from bebop.policies import checks
 from bebop.policies.layout import ARCHITECTURE
 from bebop.policies.smollm2 import PACKAGE, find_smollm2, write_smollm2
-from bebop.store.files import cached
+from bebop.store.caches import Content, Keys, Stamps, cached, versions
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def prepare_mapped(model: Model, seed: int, *, version: int, max_model_len: int | None = None) -> Path:
     """The policy's directory of `model` (name smollm2 or hf); see `bebop.policies.prepare_policy`."""
-    common = {"version": version, "dtype": model.dtype, "mtp_init": model.mtp_init, "seed": seed}
+    of_model = Keys(model, but=("tiny", "path"))
     if model.name == "smollm2":
         file = find_smollm2()
-        parts = common | {"file": file.name, "size": file.stat().st_size}
-        return cached("smollm2", parts, lambda directory: _map_smollm2(file, model, seed, directory))
+        reader = versions("transformers")
+        made = CopyInputs(Content(file), f"{PACKAGE}: {file.name}", None, of_model, seed, reader, version)
+        return cached("smollm2", made, _map_smollm2)
     source = Path(str(model.path)).expanduser().resolve()
     raw = checks.checked_config(source)
     if checks.stands(raw):
@@ -55,10 +57,21 @@ def prepare_mapped(model: Model, seed: int, *, version: int, max_model_len: int 
     config = _read_by_transformers(source)
     checks.check_shape(source, config)
     raw = checks.without_window(source, raw, config, max_model_len)
-    parts = common | {"source": str(source), "files": _stamps(source)}
-    return cached(
-        source.name or "hf", parts, lambda directory: _map(source, raw, config, model, seed, directory, str(source))
-    )
+    made = CopyInputs(Stamps(source), str(source), raw, of_model, seed, {}, version)
+    return cached(source.name or "hf", made, _map)
+
+
+@dataclass(frozen=True)
+class CopyInputs:
+    """What a copy with fresh heads is made from."""
+
+    source: Content | Stamps  # a GGUF file, or a Hugging Face directory
+    origin: str  # what to call the source
+    config: Mapping[str, Any] | None  # config.json of the directory, without a window that no text can fill
+    model: Keys
+    seed: int
+    versions: Mapping[str, str]
+    version: int
 
 
 def layout_of(config: Any) -> Family:
@@ -79,11 +92,13 @@ def with_biases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return whole
 
 
-def _map(source: Path, raw: dict[str, Any], config: Any, model: Model, seed: int, directory: Path, origin: str) -> None:
-    """Write the copy of `source` with fresh heads. raw: its config.json; config: transformers' reading of it; origin:
-    what to call the source."""
+def _map(inputs: CopyInputs, directory: Path) -> None:
+    """Write the copy of a directory with fresh heads."""
     from bebop.mtp import head_state, init_heads, write_checkpoint
 
+    source, raw, seed = inputs.source.path, dict(inputs.config or {}), inputs.seed
+    model: Any = inputs.model.section
+    config = _read_by_transformers(source)
     family, tied = layout_of(config), bool(config.tie_word_embeddings)
     tensors = Tensors(source)
     checks.check_tied(source, tensors, tied=tied)
@@ -100,7 +115,7 @@ def _map(source: Path, raw: dict[str, Any], config: Any, model: Model, seed: int
     _copy_weights(source, tensors, directory, getattr(torch, model.dtype), dropped, biases=family is MIMO)
     provenance = {
         "made_by": "bebop.policies.prepare_policy",
-        "source": origin,
+        "source": inputs.origin,
         "model": model.model_dump(mode="json", exclude={"tiny"}),
         "seed": seed,
         "mtp_depth": 0,
@@ -108,13 +123,12 @@ def _map(source: Path, raw: dict[str, Any], config: Any, model: Model, seed: int
     write_checkpoint(directory, directory, head_state(init_heads(directory, model.mtp_init, seed)), provenance)
 
 
-def _map_smollm2(file: Path, model: Model, seed: int, directory: Path) -> None:
+def _map_smollm2(inputs: CopyInputs, directory: Path) -> None:
     with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
         source = Path(folder)
-        write_smollm2(file, source)
+        write_smollm2(inputs.source.path, source)
         raw = json.loads((source / "config.json").read_text())
-        origin = f"{PACKAGE}: {file.name}"
-        _map(source, raw, _read_by_transformers(source), model, seed, directory, origin)
+        _map(replace(inputs, source=Stamps(source), config=raw), directory)
 
 
 def _copy_weights(
@@ -187,19 +201,26 @@ def _readable(source: Path, raw: dict[str, Any], version: int) -> Path:
     tokenizer = json.loads(path.read_text()) if path.is_file() else {}
     if tokenizer.get("auto_map") != {"AutoTokenizer": [None, None]} or raw.get("model_type") != "qwen2":
         return source
-    changed = {
-        "config.json": raw | {"model_type": "mimo"},
-        TOKENIZER_CONFIG: {key: value for key, value in tokenizer.items() if key != "auto_map"},
-    }
+    kept = {key: value for key, value in tokenizer.items() if key != "auto_map"}
+    changed = {"config.json": raw | {"model_type": "mimo"}, TOKENIZER_CONFIG: kept}
+    return cached(source.name, LinkedInputs(Stamps(source), changed, version), _linked)
 
-    def write(directory: Path) -> None:
-        for file in sorted(each for each in source.iterdir() if each.is_file()):
-            if file.name not in changed:
-                _link(file, directory / file.name)
-        for name, content in changed.items():
-            (directory / name).write_text(json.dumps(content, indent=2) + "\n")
 
-    return cached(source.name, {"version": version, "source": str(source), "files": _stamps(source)}, write)
+@dataclass(frozen=True)
+class LinkedInputs:
+    """A directory, with other files of some names."""
+
+    source: Stamps
+    changed: Mapping[str, Any]
+    version: int
+
+
+def _linked(inputs: LinkedInputs, directory: Path) -> None:
+    for file in sorted(each for each in inputs.source.path.iterdir() if each.is_file()):
+        if file.name not in inputs.changed:
+            _link(file, directory / file.name)
+    for name, content in inputs.changed.items():
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _link(file: Path, to: Path) -> None:
@@ -207,11 +228,6 @@ def _link(file: Path, to: Path) -> None:
         os.link(file, to)
     except OSError:  # another file system
         shutil.copy2(file, to)
-
-
-def _stamps(source: Path) -> list[tuple[str, int, int]]:
-    files = sorted(path for path in source.iterdir() if path.is_file())
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def _first_line(error: Exception) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bebop.config import Model
-from bebop.store.files import cached
+from bebop.store.caches import cached, versions
 
 # Raise when a change to the code makes other policies of the same config.
 VERSION = 5
@@ -18,17 +18,19 @@ def prepare_policy(model: Model, seed: int, *, max_model_len: int | None = None,
     a family that publishes them, else a copy with fresh ones (bebop.policies.mapped). max_model_len: the longest text,
     below which a sliding window does nothing. Raises ValueError (one line) on a directory that cannot be a policy.
     """
-    from bebop.policies.tiny import make_tiny
+    from bebop.policies.tiny import TinyInputs, make_tiny
 
     if model.name == "tiny":
-        parts = {
-            "version": VERSION,
-            "seed": seed,
-            "tiny": model.tiny.model_dump(mode="json"),
-            "dtype": model.dtype,
-            "mtp_init": model.mtp_init,
-        }
-        return cached("tiny", parts, lambda directory: make_tiny(model, seed, directory, progress=progress))
+        inputs = TinyInputs(
+            tiny=model.tiny,
+            dtype=model.dtype,
+            mtp_init=model.mtp_init,
+            seed=seed,
+            versions=versions("reasoning-gym"),
+            version=VERSION,
+            progress=progress,
+        )
+        return cached("tiny", inputs, make_tiny)
     from bebop.policies.mapped import prepare_mapped
 
     return prepare_mapped(model, seed, version=VERSION, max_model_len=max_model_len)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bebop.config import GrpoConfig
+from bebop.data.prompts import TOO_LONG
 from bebop.data.tokenizer import load_tokenizer
 from bebop.engines import check_policy
 from bebop.errors import ConfigError, RlError
@@ -72,7 +73,7 @@ def _run(config: GrpoConfig, run_dir: Path, policy_dir: Path | None, num_gpus: i
     last = checkpoints.latest(run_dir)
     result = {
         **summarise(run_dir),
-        "prompts_left_out": left_out,
+        "left_out": {TOO_LONG: left_out} if left_out else {},
         "checkpoint": str(checkpoints.policy_dir(run_dir, last)) if last else None,
         "elapsed_s": round(time.monotonic() - started, 1),
     }

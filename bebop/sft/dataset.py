@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,14 +12,16 @@ from bebop.acceptance.scores import sequence_entropies
 from bebop.backbone import Backbone
 from bebop.backbone.hidden_states import HiddenStates
 from bebop.data.batches import IndexedBatch, TrainBatch, pack_rows, trainable
-from bebop.data.self_distill import read_rows
+from bebop.data.self_distill import META, read_rows
 from bebop.sft.lr import BatchStream
+from bebop.store.files import read_json
 
 ENTROPY_SEQUENCES = 512  # training sequences in the recorded range of entropies, in addition to all held-out ones
 
 
 class TextData:
-    """stream: micro-batches of any step; heldout: batches for scoring; hidden: adds hidden states to a micro-batch."""
+    """stream: micro-batches of any step; heldout: batches for scoring; hidden: adds hidden states to a micro-batch;
+    left_out: what was given or asked and is not in them, counted by reason."""
 
     def __init__(
         self,
@@ -29,12 +32,13 @@ class TextData:
         batch_tokens: int,
         seed: int,
         cache_hidden: str,
-        backbone_checksum: str,
+        policy: str,
     ) -> None:
-        """cache_hidden: for the training sequences, see HiddenStates; for held-out ones memory, or stream.
-        backbone_checksum: cached states of another backbone are not used."""
-        train = trainable(read_rows(text_dir / "train.parquet"), depth, "training text")
-        heldout = trainable(read_rows(text_dir / "heldout.parquet"), depth, "held-out text")
+        """cache_hidden: of the training sequences, see HiddenStates; held-out ones stay in memory, or stream.
+        policy: name of the policy's content; cached states of another one are not used."""
+        self.left_out = Counter[str](read_json(text_dir / META).get("left_out", {}))
+        train = trainable(read_rows(text_dir / "train.parquet"), depth, "training text", self.left_out)
+        heldout = trainable(read_rows(text_dir / "heldout.parquet"), depth, "held-out text", self.left_out)
         self.num_sequences = len(train)
         self.num_tokens = sum(len(row.input_ids) for row in train)
         self.stream: BatchStream[IndexedBatch] = BatchStream(
@@ -47,7 +51,7 @@ class TextData:
             name="training text",
             how=cache_hidden,
             file=text_dir / f"hidden_depth{depth}.bin",
-            identity=backbone_checksum,
+            identity=policy,
         )
         heldout_how = "stream" if cache_hidden == "stream" else "memory"
         self._heldout_hidden = HiddenStates(backbone, heldout, batch_tokens, name="held-out text", how=heldout_how)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bebop.config import RolloutSection, SftConfig
-from bebop.errors import ConfigError
+from bebop.data.rows import check_given, told
 from bebop.policies import prepare_policy
 from bebop.sft.job import Job
 from bebop.sft.launch import launch
@@ -41,8 +41,7 @@ def run(config: SftConfig, run_dir: Path) -> SftResult:
     Raises ConfigError or DiskError before any model loads, SftError if training fails.
     """
     check_wandb(config.logger.wandb)
-    if config.data.path is not None and not config.data.path.exists():
-        raise ConfigError(f"data.path={config.data.path}: no such file; expected a parquet file")
+    check_given(config.data.path)
     run_dir = run_dir.resolve()
     with owned(run_dir):
         times = _run(config, run_dir)
@@ -81,10 +80,11 @@ def train(config: SftConfig, policy_dir: Path, text_dir: Path, run_dir: Path) ->
 def describe(summary: dict[str, Any]) -> str:
     """The result as a few lines for the terminal."""
     accepted = ", ".join(f"{value:.3f}" for value in summary["conditional"])
+    left_out = f"left out: {told(summary['left_out'])}\n" if summary.get("left_out") else ""
     return (
         f"heads: loss {summary['loss']}, depth {summary['mtp_depth']}, {summary['steps']} steps\n"
         f"held-out acceptance length {summary['acceptance_length']:.3f} "
         f"(before {summary['acceptance_length_before']:.3f}), rejection sampling at T = {summary['temperature']:g}; "
         f"conditional per depth {accepted}\n"
-        f"checkpoint {summary['checkpoint']}"
+        f"{left_out}checkpoint {summary['checkpoint']}"
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +16,16 @@ from bebop.acceptance import Acceptance, AnchorScores, concatenate, score_batche
 from bebop.backbone import load_backbone
 from bebop.config import Loss, Sft
 from bebop.data.batches import TrainBatch
-from bebop.data.self_distill import fingerprint
 from bebop.errors import BadInput
 from bebop.head_training.objective import REGRESSION, HeadObjective
-from bebop.mtp import checkpoint_checksums, init_heads, load_heads, trained_depth
+from bebop.mtp import init_heads, load_heads, trained_depth
+from bebop.mtp.content import PolicyContent
 from bebop.sft.dataset import TextData
 from bebop.sft.deepspeed import Trainer, deepspeed_config
 from bebop.sft.export import export
 from bebop.sft.job import Job
 from bebop.sft.lr import loss_at, lr_at, mine, regression_at, resolve_warmup
+from bebop.store.caches import name_of
 from bebop.store.sinks import Sinks
 
 log = logging.getLogger(__name__)
@@ -71,7 +73,7 @@ class Training:
             batch_tokens=self.sft.batch_tokens,
             seed=config.seed,
             cache_hidden=config.data.cache_hidden,
-            backbone_checksum=checkpoint_checksums(job.policy_dir).backbone,
+            policy=name_of(PolicyContent(job.policy_dir)),
         )
         self.sinks = Sinks(config.logger, job.run_dir, write=self.trainer.rank == 0)
 
@@ -102,6 +104,7 @@ class Training:
                 "regression_steps": self.sft.regression_steps,
                 **self.data.entropy(self.temperature),
                 "tasks": {task: each.as_dict() for task, each in by_task.items()},
+                "left_out": dict(self.data.left_out),
                 "num_sequences": self.data.num_sequences,
                 "num_tokens": self.data.num_tokens,
                 "train_loop_s": round(time.monotonic() - began, 2),
@@ -198,18 +201,20 @@ def _deepspeed(job: Job) -> dict[str, Any]:
     )
 
 
+@dataclass(frozen=True)
+class HeadInputs:
+    """What the trained heads depend on."""
+
+    policy: PolicyContent
+    text: str
+    seed: int
+    config: Mapping[str, Any]
+
+
 def _identity(job: Job) -> str:
     """Hash of everything on which the trained heads depend."""
-    checksums = checkpoint_checksums(job.policy_dir)
     parts = {"model": {"dtype", "mtp_init"}, "loss": True, "sft": True, "rollout": {"temperature"}}
     config = job.config.model_dump(mode="json", include=parts)
     for key in ("eval_every", "save_every"):
         del config["sft"][key]
-    return fingerprint(
-        {
-            "policy": [checksums.backbone, checksums.heads],
-            "text": job.text_dir.name,
-            "seed": job.config.seed,
-            "config": config,
-        }
-    )
+    return name_of(HeadInputs(PolicyContent(job.policy_dir, heads=True), job.text_dir.name, job.config.seed, config))

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, locks between processes, and folders cached by the hash of what made them.
+"""Files that are whole or absent, locks between processes, and folders that are made once.
 
 Everything bebop writes goes through `replacing`: it is written next to its final path and takes that path in one
 rename. A reader sees the old content or the new, and a killed process leaves nothing that looks finished.
@@ -173,11 +173,6 @@ def cache_home() -> Path:
 def content_hash(parts: Mapping[str, Any], digits: int = 12) -> str:
     """`digits` hex digits over the JSON of `parts`, keys in order. Raises BadInput on a value that JSON can't hold."""
     return hashlib.sha256(json.dumps(plain(parts), sort_keys=True).encode()).hexdigest()[:digits]
-
-
-def cached(name: str, parts: Mapping[str, Any], make: Callable[[Path], None]) -> Path:
-    """The folder `<cache_home()>/policies/<name>-<hash of parts>`, filled by `make(folder)` if it does not exist."""
-    return filled(cache_home() / "policies" / f"{safe_name(name)}-{content_hash(parts)}", make)
 
 
 def filled(folder: Path, make: Callable[[Path], None]) -> Path:

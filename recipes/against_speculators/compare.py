@@ -40,10 +40,12 @@ from bebop.data.prompts import encode_prompts
 from bebop.data.self_distill import rollout_sampling, sample_all
 from bebop.engines import make_engine
 from bebop.errors import BebopError
-from bebop.mtp import checkpoint_checksums, load_heads
+from bebop.mtp import load_heads
+from bebop.mtp.content import PolicyContent
 from bebop.sft.dataset import TextData
 from bebop.sft.stage import CHECKPOINT, RESULT, train
 from bebop.sft.training_sequences import prepare_text
+from bebop.store.caches import name_of
 from bebop.store.environment import device_name
 from bebop.store.files import cache_home
 from bebop.store.run_folder import begin, new_folder, write_summary
@@ -159,7 +161,7 @@ class Comparison:
             batch_tokens=sft.batch_tokens,
             seed=config.seed,
             cache_hidden=config.data.cache_hidden,
-            backbone_checksum=checkpoint_checksums(policy).backbone,
+            policy=name_of(PolicyContent(policy)),
         )
         self.heldout = list(self.data.heldout())
         self.before = self._entry("before", "", policy)
@@ -220,7 +222,7 @@ def _observed(config: SftConfig, checkpoint: Path) -> Pooled:
     """Acceptance length of the engine, as a ratio over requests; the same prompts and seeds for every checkpoint."""
     tokenizer = load_tokenizer(checkpoint)
     prompts = make_prompts(config.data.tasks, config.data.num_heldout, config.seed, "eval")
-    ids = [ids for _, ids in encode_prompts(prompts, config.data, tokenizer)]
+    ids = [ids for _, ids in encode_prompts(prompts, config.data.max_prompt_tokens, tokenizer)]
     with make_engine(config.rollout, checkpoint, seed=config.seed, dtype="float32") as engine:
         rollouts = sample_all(engine, ids, rollout_sampling(config), title="engine")
     counts = [r.counts for r in rollouts if r.counts is not None and r.counts.num_drafts]

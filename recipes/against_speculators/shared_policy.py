@@ -19,7 +19,8 @@ from bebop.mtp.checkpoint import read_config
 from bebop.policies import prepare_policy
 from bebop.policies.pretrain import init_weights, train_tiny
 from bebop.policies.random_family import family_config
-from bebop.store.files import cached
+from bebop.policies.tiny import TinyInputs
+from bebop.store.caches import cached, versions
 
 VERSION = 2  # raise when a change to the code makes other policies of the same config
 BOTH = ("qwen3_next", "qwen3_5")  # families that speculators 0.9.0 trains native heads of, and bebop too
@@ -31,8 +32,8 @@ def shared_policy(model: Model, seed: int) -> Path:
     Raises ConfigError where both sides do not train the family, or the policy has no MTP tensors.
     """
     if model.name == "tiny":
-        parts = {"version": VERSION, "seed": seed, "tiny": model.tiny.model_dump(mode="json"), "init": model.mtp_init}
-        return cached("tiny-qwen3_5", parts, lambda directory: _make(model, seed, directory))
+        made = TinyInputs(model.tiny, model.dtype, model.mtp_init, seed, versions("reasoning-gym"), VERSION)
+        return cached("tiny-qwen3_5", made, _make)
     policy = prepare_policy(model, seed)
     config = read_config(policy)
     if family_of(config, policy).name not in BOTH or not claimed_layers(config):
@@ -43,11 +44,11 @@ def shared_policy(model: Model, seed: int) -> Path:
     return policy
 
 
-def _make(model: Model, seed: int, directory: Path) -> None:
+def _make(inputs: TinyInputs, directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    tiny = model.tiny
+    tiny, seed = inputs.tiny, inputs.seed
     vocab_size = write_tiny_tokenizer(directory)
     tokenizer = load_tokenizer(directory)
     config = family_config(
@@ -66,5 +67,5 @@ def _make(model: Model, seed: int, directory: Path) -> None:
     training = train_tiny(network, tokenizer, tiny, seed)
     network.save_pretrained(directory)
     provenance = {"made_by": "recipes/against_speculators", "seed": seed, "training": training}
-    heads = head_state(init_heads(directory, model.mtp_init, seed))
+    heads = head_state(init_heads(directory, inputs.mtp_init, seed))
     write_checkpoint(directory, directory, heads, provenance)

@@ -14,7 +14,7 @@ from bebop.backbone import load_backbone
 from bebop.config import Model, TinyModel
 from bebop.mtp import head_state, init_heads, load_heads
 from bebop.policies import prepare_policy, random_checkpoint
-from bebop.store.files import cached
+from bebop.store.caches import cached
 
 FAST = TinyModel(hidden_size=32, num_layers=1, num_heads=2, intermediate_size=32, pretrain_steps=2)
 
@@ -118,7 +118,7 @@ def test_tiny_policy_is_made_once_and_found_by_what_made_it(home):
 
 
 def test_a_maker_that_fails_leaves_nothing_behind(home):
-    def fail(directory):
+    def fail(inputs, directory):
         (directory / "half").write_text("x")
         raise RuntimeError("stopped")
 

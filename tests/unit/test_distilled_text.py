@@ -1,7 +1,6 @@
 """Text that heads are trained on: given files, masks, and text sets that runs share."""
 
 import logging
-import os
 import shutil
 
 import pyarrow as pa
@@ -12,7 +11,7 @@ from bebop.config import Data, Loss, Model, RolloutSection, Sft, SftConfig, Task
 from bebop.data import load_tokenizer
 from bebop.data.batches import trainable
 from bebop.data.packing import pack
-from bebop.data.provided import chat_of, load_parquet, require_supervision
+from bebop.data.provided import chat_of, load_file, require_supervision
 from bebop.data.self_distill import TextRow, read_rows, text_set
 from bebop.records import Prompt
 from bebop.sft.training_sequences import prepare_text
@@ -57,65 +56,65 @@ def _supervised(row, tokenizer):
 
 
 def test_only_the_assistants_turns_are_supervised(tmp_path, tokenizer):
-    (row,) = load_parquet(_file(tmp_path, [{"messages": CHAT}]), tokenizer, max_tokens=512)
+    (row,) = load_file(_file(tmp_path, [{"messages": CHAT}]), tokenizer, max_tokens=512)
     assert _supervised(row, tokenizer) == "Answer: 3<|endoftext|>Answer: 4<|endoftext|>"
     assert "Calculate 1 + 2" in tokenizer.decode(row.prompt_ids)
     assert row.logprobs is None
 
 
 def test_given_text_is_supervised_whole_but_for_its_first_token(tmp_path, tokenizer):
-    (row,) = load_parquet(_file(tmp_path, [{"text": "Calculate 1 + 2"}]), tokenizer, max_tokens=512)
+    (row,) = load_file(_file(tmp_path, [{"text": "Calculate 1 + 2"}]), tokenizer, max_tokens=512)
     assert tokenizer.decode(row.input_ids) == "Calculate 1 + 2"
     assert row.loss_mask == [0] + [1] * (len(row.input_ids) - 1)
 
 
 def test_prompts_alone_are_for_the_policy_to_answer(tmp_path, tokenizer):
     chat = [{"role": "user", "content": "Calculate 2 + 2"}]
-    rows = load_parquet(_file(tmp_path, [{"prompt": chat}]), tokenizer, max_tokens=512)
+    rows = load_file(_file(tmp_path, [{"prompt": chat}]), tokenizer, max_tokens=512)
     assert rows == [Prompt("given/0", "given", "Calculate 2 + 2")]
 
 
 def test_prompt_and_response_make_a_chat(tmp_path, tokenizer):
     file = _file(tmp_path, [{"prompt": "Calculate 1 + 2", "response": "Answer: 3"}])
-    (row,) = load_parquet(file, tokenizer, max_tokens=512)
+    (row,) = load_file(file, tokenizer, max_tokens=512)
     assert _supervised(row, tokenizer) == "Answer: 3<|endoftext|>"
 
 
 def test_long_text_is_cut(tmp_path, tokenizer):
-    (row,) = load_parquet(_file(tmp_path, [{"text": "1 + 2 " * 50}]), tokenizer, max_tokens=20)
+    (row,) = load_file(_file(tmp_path, [{"text": "1 + 2 " * 50}]), tokenizer, max_tokens=20)
     assert len(row.input_ids) == len(row.loss_mask) == 20
 
 
 def test_a_cut_is_counted_in_one_line_that_names_its_key(tmp_path, tokenizer, caplog):
     file = _file(tmp_path, [{"text": "1 + 2 " * 50}, {"text": "1 + 2"}, {"text": "3 + 4 " * 30}])
     with caplog.at_level(logging.INFO):
-        load_parquet(file, tokenizer, max_tokens=20)
+        load_file(file, tokenizer, max_tokens=20)
         (line,) = caplog.messages
         assert line.startswith("text: 2 of 3 rows") and "cut at 20 tokens; raise rollout.max_model_len" in line
         caplog.clear()
-        load_parquet(file, tokenizer, max_tokens=512)
+        load_file(file, tokenizer, max_tokens=512)
     assert not caplog.messages
 
 
 def test_a_prompt_above_the_limit_is_cut_as_well(tmp_path, tokenizer):
     file = _file(tmp_path, [{"prompt": "1 + 2 " * 50, "response": "Answer: 3"}])
-    (row,) = load_parquet(file, tokenizer, max_tokens=20)
+    (row,) = load_file(file, tokenizer, max_tokens=20)
     assert len(row.input_ids) == 20 and not any(row.loss_mask)
 
 
 def test_a_turn_that_leaves_its_generation_prompt_is_supervised_from_there_on(tmp_path, thinking, caplog):
     """Without reasoning behind an opened <think>: as far as both go, the role alone, is the prompt."""
-    (row,) = load_parquet(_file(tmp_path, [{"messages": CHAT[:2]}]), thinking, max_tokens=512)
+    (row,) = load_file(_file(tmp_path, [{"messages": CHAT[:2]}]), thinking, max_tokens=512)
     assert _supervised(row, thinking) == "Answer: 3<|endoftext|>"
     assert thinking.decode(row.prompt_ids).endswith("<|assistant|>\n")
-    (row,) = load_parquet(_file(tmp_path, [{"messages": CHAT}]), thinking, max_tokens=512)
+    (row,) = load_file(_file(tmp_path, [{"messages": CHAT}]), thinking, max_tokens=512)
     assert _supervised(row, thinking) == "Answer: 3<|endoftext|>Answer: 4<|endoftext|>"
     assert not caplog.messages
 
 
 def test_rewritten_history_makes_a_row_of_each_turn_as_the_model_would_have_seen_it(tmp_path, thinking, caplog):
     chat = [m | {"reasoning": "So " if m["role"] == "assistant" else None} for m in CHAT]
-    first, second, plain = load_parquet(
+    first, second, plain = load_file(
         _file(tmp_path, [{"messages": chat}, {"messages": chat[:2]}]), thinking, max_tokens=512
     )
     assert thinking.decode(first.prompt_ids) == "<|user|>Calculate 1 + 2<|assistant|>\n<think>\n"
@@ -140,7 +139,7 @@ def test_turns_that_cannot_be_supervised_are_counted_in_one_line(tmp_path, token
     )
     chat = [*CHAT[:2], CHAT[2], {"role": "assistant", "content": "odd"}]
     with caplog.at_level(logging.INFO):
-        (row,) = load_parquet(_file(tmp_path, [{"messages": chat}]), odd, max_tokens=512)
+        (row,) = load_file(_file(tmp_path, [{"messages": chat}]), odd, max_tokens=512)
     assert _supervised(row, odd) == "Answer: 3<|endoftext|>"
     (line,) = caplog.messages
     assert line.startswith("text: 1 of 2 assistant turns") and "generation prompt" in line
@@ -148,7 +147,7 @@ def test_turns_that_cannot_be_supervised_are_counted_in_one_line(tmp_path, token
 
 def test_unknown_columns_are_named(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"has columns body, expected one of messages, prompt, text"):
-        load_parquet(_file(tmp_path, [{"body": "x"}]), tokenizer, max_tokens=20)
+        load_file(_file(tmp_path, [{"body": "x"}]), tokenizer, max_tokens=20)
 
 
 def test_a_set_without_supervision_blames_the_chat_template(tmp_path, tokenizer):
@@ -158,7 +157,7 @@ def test_a_set_without_supervision_blames_the_chat_template(tmp_path, tokenizer)
         "{% for m in messages %}{{ loop.index }}{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    rows = load_parquet(_file(tmp_path, [{"messages": CHAT}] * 2), broken, max_tokens=512)
+    rows = load_file(_file(tmp_path, [{"messages": CHAT}] * 2), broken, max_tokens=512)
     with pytest.raises(ValueError, match=r"0 supervised tokens in 2 sequences.*chat_template"):
         require_supervision(rows, "given.parquet")
 
@@ -172,13 +171,15 @@ def test_a_text_set_is_made_once_for_the_same_parts(tmp_path):
     rows = [TextRow("a/0", "a", (1, 2), (3, 4), (1, 1), (-0.5, -1.0)), TextRow("a/1", "a", (1,), (5,), (1,), (-0.25,))]
     made = []
 
-    def make():
-        made.append(1)
+    def make(inputs, left_out):
+        made.append(inputs)
+        left_out["odd"] += 2
         return {"train": rows, "heldout": rows[:1]}
 
     folder, meta = text_set(tmp_path, {"seed": 0}, make)
     again, _ = text_set(tmp_path, {"seed": 0}, make)
     other, _ = text_set(tmp_path, {"seed": 1}, make)
+    assert meta["left_out"] == {"odd": 2}
     assert folder == again != other
     assert len(made) == 2
     assert read_rows(folder / "train.parquet") == rows
@@ -186,14 +187,14 @@ def test_a_text_set_is_made_once_for_the_same_parts(tmp_path):
 
 
 def test_a_set_that_was_not_finished_is_made_again(tmp_path):
-    def fails():
+    def fails(inputs, left_out):
         raise RuntimeError("engine died")
 
     with pytest.raises(RuntimeError, match="engine died"):
         text_set(tmp_path, {}, fails)
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
     rows = [TextRow("a", "t", (1,), (2,), (1,))]
-    folder, meta = text_set(tmp_path, {}, lambda: {"train": rows, "heldout": rows})
+    folder, meta = text_set(tmp_path, {}, lambda inputs, left_out: {"train": rows, "heldout": rows})
     assert read_rows(folder / "heldout.parquet") == rows
     assert meta["sampled_by_policy"] is False
 
@@ -222,20 +223,6 @@ def test_given_text_is_made_anew_at_another_limit_or_under_another_chat_template
     assert made(18)[0] != folder
     with pytest.raises(ValueError, match=r"0 supervised tokens in 1 sequences.*raise rollout.max_model_len where"):
         made(16)
-
-
-def test_text_that_the_policy_samples_keeps_its_name_whatever_the_limit(tmp_path, tiny_random, monkeypatch):
-    file = _file(tmp_path, [{"prompt": "Calculate 1 + 2"}] * 2)
-    os.utime(file, (1, 1))
-    asked = []
-    monkeypatch.setattr(
-        "bebop.sft.training_sequences.text_set", lambda root, parts, make: asked.append(parts) or (root, {})
-    )
-    for path in (file, None):
-        for limit in (64, 512):
-            prepare_text(_config(path, tiny_random, max_model_len=limit), tiny_random, tmp_path)
-    assert asked[0] == asked[1] and asked[2] == asked[3]
-    assert asked[0].keys() - asked[2].keys() == {"file"} and not asked[2].keys() & {"max_model_len", "tokenizer"}
 
 
 def test_no_chat_is_both_trained_on_and_scored(tmp_path, tiny_random):

@@ -17,6 +17,7 @@ import asyncio
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,14 +75,15 @@ class Measured:
 def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
     """Measure, print tables, write CSVs, schedule.json, a plot and summary.json to run_dir; returns the summary."""
     policy_dir = prepare_policy(config.model, config.seed, max_model_len=config.rollout.max_model_len)
-    prompts = _prompts(config, policy_dir)
+    left_out = Counter[str]()
+    prompts = _prompts(config, policy_dir, left_out)
     rollout, plans = config.rollout, False
     if rollout.speculation == "mtp" and rollout.engine == "vllm" and rollout.draft_schedule is None:
         plans = True
         rollout = rollout.model_copy(update={"draft_schedule": {"1+": rollout.num_speculative_tokens}})
     kinds = ["none", "mtp"] if rollout.speculation == "mtp" else ["none"]
     engines: dict[str, RolloutEngine] = {}
-    summary: dict[str, Any] = {"policy": str(policy_dir)}
+    summary: dict[str, Any] = {"policy": str(policy_dir), "left_out": dict(left_out)}
     choices: dict[int, planner.Choice] = {}
     try:
         for kind in tqdm(kinds, desc="engines"):
@@ -271,10 +273,10 @@ def _batch(prompts: list[list[int]], size: int, number: int) -> list[list[int]]:
     return [prompts[(number * size + i) % len(prompts)] for i in range(size)]
 
 
-def _prompts(config: BenchConfig, policy_dir: Path) -> list[list[int]]:
+def _prompts(config: BenchConfig, policy_dir: Path, left_out: Counter[str]) -> list[list[int]]:
     tokenizer = load_tokenizer(policy_dir)
     made = make_prompts(config.data.tasks, max(16, *config.bench.batch_sizes), config.seed, "eval")
-    return [ids for _, ids in encode_prompts(made, config.data, tokenizer)]
+    return [ids for _, ids in encode_prompts(made, config.data.max_prompt_tokens, tokenizer, left_out)]
 
 
 def _ratio(values: list[float], plain: list[float]) -> float:

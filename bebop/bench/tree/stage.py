@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,8 @@ def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
     policy_dir = prepare_policy(config.model, config.seed, max_model_len=config.rollout.max_model_len)
     tokenizer = load_tokenizer(policy_dir)
     made = make_prompts(config.data.tasks, config.bench.tree.num_prompts, config.seed, "eval")
-    prompts = [ids for _, ids in encode_prompts(made, config.data, tokenizer)]
+    left_out = Counter[str]()
+    prompts = [ids for _, ids in encode_prompts(made, config.data.max_prompt_tokens, tokenizer, left_out)]
     kinds = variants(config)
     engines: dict[str, RolloutEngine] = {}
     rows: list[Measured] = []
@@ -149,7 +151,12 @@ def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
     write_csv(run_dir / "tree.csv", table)
     print_table([_line(row) for row in rows])
     plots = tree_plots.write(table, run_dir)
-    summary = {"policy": str(policy_dir), "rows": table, "plots": [str(path) for path in plots]}
+    summary = {
+        "policy": str(policy_dir),
+        "rows": table,
+        "left_out": dict(left_out),
+        "plots": [str(path) for path in plots],
+    }
     write_summary(run_dir, summary)
     return summary
 
