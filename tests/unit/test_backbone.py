@@ -130,7 +130,7 @@ def test_a_maker_that_fails_leaves_nothing_behind(home):
 def test_two_callers_at_once_make_it_once(home):
     made = []
 
-    def make(directory):
+    def make(inputs, directory):
         made.append(directory)
         threading.Event().wait(0.3)
 
