@@ -1,7 +1,7 @@
-"""Rollout engines behind one protocol (bebop.engines.protocol), by the name that `rollout.engine` gives.
+"""Rollout engines behind one protocol (bebop.engines.protocol), by the name in `rollout.engine`.
 
-ENGINES holds vLLM, with the corrections that the installed one needs, and bebop's own engine on PyTorch. Another one is
-registered: ENGINES.register("mine", EngineInfo(make=MyEngine)).
+ENGINES contains vLLM, with bebop's fixes for the installed version, and bebop's own engine on PyTorch. To add another:
+ENGINES.register("mine", EngineInfo(make=MyEngine)).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class EngineInfo:
     """One engine.
 
     make: (rollout, policy_dir, seed=, dtype=) -> a running engine. check: (rollout, policy_dir) -> None, raises
-    EngineRefused for what the engine does not run, before anything is loaded.
-    trees, draft_schedules: whether it serves `rollout.tree` and `rollout.draft_schedule`. rules: the acceptance rules
-    that it serves; None: all that are registered.
+    EngineRefused for a policy that the engine does not support, before anything is loaded.
+    trees, draft_schedules: whether it supports `rollout.tree` and `rollout.draft_schedule`. rules: the acceptance rules
+    that it supports; None: all registered rules.
     verl_server: module that registers the engine's server with verl, under the engine's name; None: not for grpo.
     """
 
@@ -51,20 +51,20 @@ class EngineInfo:
     rules: tuple[str, ...] | None = None
 
     def check_section(self, section: Any, key: str, name: str) -> None:
-        """Raise BadInput where the rollout section asks for what this engine does not serve."""
+        """Raise BadInput if the rollout section sets a key that this engine does not support."""
         for wanted, neutral, served in (("tree", "none", self.trees), ("draft_schedule", None, self.draft_schedules)):
             value = getattr(section, wanted, neutral)
             if value != neutral and not served:
                 able = [other for other in ENGINES if getattr(ENGINES[other], f"{wanted}s")]
                 raise BadInput(
-                    f"rollout.{wanted}: got {value} with {key}={name}, which does not serve it; set {key}="
+                    f"rollout.{wanted}: got {value} with {key}={name}, which does not support it; set {key}="
                     f"{' or '.join(able)}, or rollout.{wanted}={'null' if neutral is None else neutral}"
                 )
         rule = getattr(section, "rule", None)
         if rule is not None and self.rules is not None and rule not in self.rules:
             able = [other for other in ENGINES if (rules := ENGINES[other].rules) is None or rule in rules]
             raise BadInput(
-                f"rollout.rule: got {rule} with {key}={name}, which serves only {', '.join(self.rules)}; set {key}="
+                f"rollout.rule: got {rule} with {key}={name}, which supports only {', '.join(self.rules)}; set {key}="
                 f"{' or '.join(able)}, or one of these rules"
             )
 
@@ -96,23 +96,24 @@ ENGINES.register("torch", EngineInfo(_torch, _check_torch, trees=True, verl_serv
 
 
 def make_engine(rollout: RolloutSection, policy_dir: Path, *, seed: int = 0, dtype: str = "float32") -> RolloutEngine:
-    """Start the engine that `rollout.engine` asks for on a policy directory; close it, or use it as a context manager.
+    """Start the engine named by `rollout.engine` on a policy directory. Close it, or use it as a context manager.
 
-    dtype: "float32" or "bfloat16", of weights and KV cache. Raises ConfigError or EngineRefused before anything starts:
-    no MTP head to draft with, a draft longer than the head was trained for, a vLLM that was never checked.
+    dtype: "float32" or "bfloat16", of weights and KV cache. Raises ConfigError or EngineRefused before anything starts,
+    for example if there is no MTP head, the draft is longer than the head was trained for, or the vLLM version is
+    unknown.
     """
     check_policy(rollout, Path(policy_dir))
     return ENGINES[rollout.engine].make(rollout, Path(policy_dir), seed=seed, dtype=dtype)
 
 
 def check_policy(rollout: RolloutSection, policy_dir: Path) -> None:
-    """Raise where the policy directory cannot serve what `rollout` asks for; nothing is loaded or started for it.
+    """Raise if the policy directory does not support `rollout`, without loading or starting anything.
 
-    Heads that bebop did not train have no depth to compare with, see bebop.mtp.checkpoint.trained_depth.
+    The depth is not checked for heads that bebop did not train, see bebop.mtp.checkpoint.trained_depth.
     """
     config_path = policy_dir / "config.json"
     if not config_path.is_file():
-        raise EngineRefused(f"{policy_dir} holds no config.json: expected a Hugging Face directory of a policy")
+        raise EngineRefused(f"{policy_dir}: no config.json, expected a Hugging Face directory of a policy")
     ENGINES[rollout.engine].check(rollout, policy_dir)
     if rollout.speculation == "none":
         return

@@ -1,4 +1,4 @@
-"""What a rollout engine offers to the stages, whatever serves it. No engine is imported here."""
+"""The interface of a rollout engine. No engine is imported here."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class Step:
-    """One step of an engine, as its owner saw it end."""
+    """One step of an engine, timed at its end by the engine's owner."""
 
     ended_s: float  # time.perf_counter()
     running: int  # requests left in the batch
     prompt_tokens: int
     tokens: int  # response tokens that it emitted
     drafts: int  # requests that carried a draft
-    # seconds of decoding, and of these in growing and verifying drafts, without the model's passes; None: not known
+    # seconds of decoding, and the part of them for growing and verifying drafts without model passes; None: not known
     decoding_s: float | None = None
     rules_s: float | None = None
 
@@ -33,54 +33,54 @@ class RolloutEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """Policy version of the weights that sample now; `update_weights` sets it, 0 at the start."""
+        """Policy version of the current weights: 0 at the start, then set by `update_weights`."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
     ) -> list[Rollout]:
         """Sample one response per prompt and wait for all.
 
-        prompts: token ids. seeds: one per prompt, in place of sampling.seed. Raises EngineRefused for a prompt that the
-        engine has no room for, EngineDied.
+        prompts: token ids. seeds: one per prompt, used instead of sampling.seed. Raises EngineRefused for a prompt that
+        is too long, and EngineDied.
         """
 
     async def agenerate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Rollout:
-        """Sample one response; may be awaited from any event loop, many at once."""
+        """Sample one response. May be awaited from any event loop, and many times at once."""
 
     def update_weights(self, tensors: Weights, version: int) -> WeightChecksums:
-        """Replace the named tensors (checkpoint names; backbone, heads or both) in place and return what is held now.
+        """Replace the named tensors (checkpoint names; backbone, heads or both) in place; return the new checksums.
 
         Running requests continue with the new weights. Raises EngineError for an unknown name, a wrong shape, or heads
-        that the engine does not hold; then nothing was replaced.
+        that the engine does not have; then nothing was replaced.
         """
 
     def checksums(self) -> WeightChecksums:
-        """Checksums of what the engine holds, comparable with `bebop.mtp.checksum` of the trainer's tensors."""
+        """Checksums of the engine's weights, comparable with `bebop.mtp.checksum` of the trainer's tensors."""
 
     def pause(self, mode: Literal["abort", "keep"] = "keep") -> None:
-        """Stop sampling. abort: running requests return what they have as "abort"; keep: `resume` continues them."""
+        """Stop sampling. abort: running requests return what they have, as "abort"; keep: `resume` continues them."""
 
     def resume(self) -> None:
-        """Go on sampling after `pause`."""
+        """Continue sampling after `pause`."""
 
     def counts(self) -> DraftCounts:
-        """Draft counters over the engine's life, all requests together."""
+        """Draft counters since the engine started, over all requests."""
 
     def take_steps(self) -> list[Step]:
-        """The steps since this was last asked, oldest first; of a long run the last 100,000."""
+        """The steps since the last call, oldest first; at most the last 100,000."""
 
     def set_draft_schedule(self, schedule: Mapping[str, int]) -> None:
-        """Draft by `schedule` (as rollout.draft_schedule) from the next step on.
+        """Use `schedule` (as in rollout.draft_schedule) from the next step.
 
-        Raises EngineRefused where the engine was started without a schedule, or for drafts longer than its longest.
+        Raises EngineRefused if the engine was started without a schedule, or if a draft length is above its largest.
         """
 
     @property
     def process_ids(self) -> list[int]:
-        """Processes that the engine started and still runs in; empty where it is a thread of the caller."""
+        """Processes of the engine that are still running; empty if the engine is a thread of the caller."""
 
     def close(self) -> None:
-        """End the engine and every process it started. May be called again."""
+        """End the engine and every process that it started. May be called more than once."""
 
     def __enter__(self) -> Self: ...
 

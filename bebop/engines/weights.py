@@ -1,4 +1,4 @@
-"""Weights on their way into an engine: what may be replaced, and digests of what passed. No engine is imported here."""
+"""Weight updates of an engine: which tensors may be replaced, and digests of them. No engine is imported here."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from bebop.mtp.checkpoint import combined, digest, read_config, tensor_facts
 from bebop.mtp.families import decoder_config, known_family
 from bebop.records import WeightChecksums
 
-WHOLE_UP_TO = 50_000_000  # parameters of a backbone that is digested whole; of a larger one a sample of every tensor
-SAMPLE = 4096  # elements of a tensor of it
+WHOLE_UP_TO = 50_000_000  # parameters; the digest of a larger backbone covers only a sample of every tensor
+SAMPLE = 4096  # elements in the sample of a tensor
 CHUNK = 1 << 22  # elements of a parameter that are added up at once
 
 
 class Layout:
     """The tensors of a policy directory by name: shapes, dtypes, and which of them are heads.
 
-    `copies` are the policy's own embedding and output matrix over again, which some families have among their heads:
-    no engine serves them, and one that loads them after the backbone overwrites what it serves.
+    `copies` are copies of the policy's own embedding and output matrix, which some families have among their heads. No
+    engine serves them, and an engine that loads them after the backbone overwrites the policy's own.
     """
 
     def __init__(self, policy_dir: Path) -> None:
@@ -47,10 +47,11 @@ class Layout:
 
 
 class Digests:
-    """Digests of a policy's tensors as they pass: at a sender and at a receiver they must come out equal.
+    """Digests of a policy's tensors, computed by sender and receiver, who must get equal ones.
 
-    Heads are digested whole, and so is a backbone of at most WHOLE_UP_TO parameters; of a larger one each tensor's
-    SAMPLE elements, drawn by its name, and its checksum says so. sampled: in place of that rule.
+    The digest covers whole heads, and a whole backbone of at most WHOLE_UP_TO parameters. Of each tensor of a larger
+    backbone it covers SAMPLE elements, drawn by the tensor's name, and the checksum says so. sampled: overrides the
+    rule.
     """
 
     def __init__(self, layout: Layout, *, sampled: bool | None = None) -> None:
@@ -64,14 +65,14 @@ class Digests:
         self.found[name] = digest(name, tensor)
 
     def checksums(self) -> WeightChecksums:
-        """Of what was noted; comparable with `bebop.mtp.checkpoint_checksums` where nothing was sampled."""
+        """Checksums of the added tensors; comparable with `bebop.mtp.checkpoint_checksums` if not sampled."""
         heads = {name: found for name, found in self.found.items() if self.layout.is_head(name)}
         backbone = combined({name: found for name, found in self.found.items() if name not in heads})
         return WeightChecksums(f"sampled-{backbone}" if self.samples else backbone, combined(heads), len(heads))
 
 
 def sample(name: str, tensor: Tensor) -> Tensor:
-    """SAMPLE elements of a tensor, always the same ones of a name; a small tensor as it is."""
+    """SAMPLE elements of a tensor, always the same for a name; all elements of a small tensor."""
     if tensor.numel() <= SAMPLE:
         return tensor
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -80,7 +81,7 @@ def sample(name: str, tensor: Tensor) -> Tensor:
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """A number that tells whether any bit of the tensors changed; their bits added up with weights, on their device."""
+    """A number that changes if any bit of the tensors changes: a weighted sum of their bits, on their device."""
     total = 0
     for tensor in tensors:
         words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
@@ -94,26 +95,26 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_update(tensors: Mapping[str, Tensor], held: Mapping[str, Any], is_head: Callable[[str], bool]) -> None:
-    """Raise ValueError unless the engine can take every tensor. held: name -> shape of each tensor that it holds."""
+    """Raise ValueError unless the engine can load every tensor. held: name -> shape of each of its tensors."""
     heads = [name for name in tensors if is_head(name)]
     known = sum(name in held for name in heads)
     if known < len(heads):
         raise BadInput(
-            f"{known} of {len(heads)} head tensors can be loaded: the engine holds {sum(map(is_head, held))}; "
-            "heads need rollout.speculation=mtp and the checkpoint's own names"
+            f"heads: got {len(heads)} tensors, of which the engine has {known} (it has {sum(map(is_head, held))} in all); "
+            "set rollout.speculation=mtp, and use the checkpoint's names"
         )
     for name, tensor in tensors.items():
         if name not in held:
-            raise BadInput(f"{name}: the engine holds no tensor of this name")
+            raise BadInput(f"{name}: the engine has no tensor of this name; use the checkpoint's names")
         if tuple(tensor.shape) != tuple(held[name]):
-            raise BadInput(f"{name} has shape {list(tensor.shape)}, the engine holds {list(held[name])}")
+            raise BadInput(f"{name}: got shape {list(tensor.shape)}, expected {list(held[name])} as in the engine")
         check_finite(name, tensor)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Raise ValueError where a tensor holds a NaN or an infinity."""
+    """Raise ValueError if a tensor has a NaN or an infinity."""
     if not torch.isfinite(tensor).all():
-        raise BadInput(f"{name} holds values that are not finite; the update was refused")
+        raise BadInput(f"{name}: got a NaN or an infinity, expected finite weights; nothing was updated")
 
 
 def replace_tensors(views: dict[str, Tensor], tensors: dict[str, Tensor], *, is_head: Callable[[str], bool]) -> None:

@@ -400,7 +400,7 @@ def test_a_request_id_that_runs_already_is_refused(start):
     async def twice():
         first = asyncio.ensure_future(engine.agenerate(PROMPT, Sampling(max_tokens=3), "same"))
         await asyncio.sleep(0.01)
-        with pytest.raises(EngineRefused, match="request_id 'same' is running already"):
+        with pytest.raises(EngineRefused, match="request_id: got 'same'"):
             await engine.agenerate(PROMPT, Sampling(max_tokens=3), "same")
         await asyncio.to_thread(engine.resume)
         return await first

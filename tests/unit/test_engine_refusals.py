@@ -139,10 +139,10 @@ HELD = {
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"model.mtp_layers.0.nothing": torch.zeros(1)}, "0 of 1 head tensors can be loaded: the engine holds 1"),
-        ({"model.embed_tokens.weight": torch.zeros(8, 4)}, r"embed_tokens.weight has shape \[8, 4\].*\[3, 4\]"),
-        ({"model.other": torch.zeros(1)}, "model.other: the engine holds no tensor"),
-        ({"model.embed_tokens.weight": torch.full((3, 4), torch.nan)}, "not finite"),
+        ({"model.mtp_layers.0.nothing": torch.zeros(1)}, "heads: got 1 tensors, of which the engine has 0"),
+        ({"model.embed_tokens.weight": torch.zeros(8, 4)}, r"embed_tokens.weight: got shape \[8, 4\].*\[3, 4\]"),
+        ({"model.other": torch.zeros(1)}, "model.other: the engine has no tensor"),
+        ({"model.embed_tokens.weight": torch.full((3, 4), torch.nan)}, "embed_tokens.weight: got a NaN"),
     ],
 )
 def test_an_update_that_does_not_fit_is_refused_whole(tensors, message):

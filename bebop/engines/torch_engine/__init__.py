@@ -1,4 +1,4 @@
-"""bebop's own engine on PyTorch: the reference, and the one that verifies draft trees."""
+"""bebop's own engine on PyTorch: the reference, and the engine for draft trees."""
 
 from bebop.engines.torch_engine.engine import TorchEngine
 

@@ -1,9 +1,9 @@
-"""The running requests of the torch engine and one round of all of them: draft, one target pass, verify, emit.
+"""The running requests of the torch engine, and one round of all of them: draft, one target pass, verify, emit.
 
-Of a request with n known tokens, both caches hold positions 0 .. n-2: the backbone's keys, and the head's of depth 1,
-whose input at position t is the backbone's hidden state there and the embedding of token t+1. A round passes the last
-known token and the draft after it through the backbone, keeps what was accepted, and runs the head over the accepted
-positions; its output at the last of them is where the next draft starts.
+For a request with n known tokens, both caches hold positions 0 .. n-2: the backbone's keys, and the head's keys of
+depth 1, whose input at position t is the backbone's hidden state there and the embedding of token t+1. A round passes
+the last known token and the draft after it through the backbone, keeps the accepted nodes, and runs the head over the
+accepted positions. The next draft starts from the head's output at the last of them.
 
 Legend: B requests, N draft nodes, A accepted positions of the longest run, V vocabulary, S width of the hidden state.
 """
@@ -33,7 +33,7 @@ HEAD_BROKEN = "the draft head's state is not finite"
 
 @dataclass(frozen=True)
 class Finished:
-    """A request that left, with its reason, or the error that it failed with."""
+    """A finished request, with its finish reason or its error."""
 
     request: Request
     reason: str | None
@@ -54,7 +54,8 @@ class Rounds:
     # -- requests in and out ------------------------------------------------------------------------------------
 
     def admit(self, requests: list[Request], version: int) -> Iterator[list[Finished]]:
-        """Read the prompts of new requests and sample their first tokens: by group, what that finished already."""
+        """Read the prompts of new requests and sample their first tokens. Yields, by group, the requests that this
+        finishes."""
         for group in _groups(requests):
             self.active += group
             self._settings = None
@@ -63,7 +64,7 @@ class Rounds:
             yield self._leave({first + i: outcome for i, outcome in failed.items()})
 
     def refill(self) -> list[Finished]:
-        """Compute all caches again, after an update of the weights; the requests that the update broke."""
+        """Compute all caches again after a weight update. Returns the requests that failed."""
         order = sorted(range(len(self.active)), key=lambda i: -self.active[i].length)
         self.active = [self.active[i] for i in order]
         self._settings = None
@@ -75,7 +76,7 @@ class Rounds:
         return self._leave(outcomes)
 
     def drop(self, requests: list[Request]) -> None:
-        """Forget running requests."""
+        """Remove running requests."""
         gone = {id(request) for request in requests}
         self._leave({i: Finished(r, None) for i, r in enumerate(self.active) if id(r) in gone})
 
@@ -100,7 +101,7 @@ class Rounds:
 
     @torch.inference_mode()
     def step(self, version: int) -> list[Finished]:
-        """One round; the requests that it finished."""
+        """Run one round; returns the requests that it finished."""
         with self.drafter.clock.part("rounds"):
             return self._round(version)
 
@@ -130,15 +131,15 @@ class Rounds:
         return self._emit(draft, verified, logprobs, broken, version)
 
     def _target(self, draft: Draft, anchors: Anchors, last: Tensor) -> tuple[Tensor, Tensor, dict[int, str]]:
-        """Logits [B, N+1, V] and hidden states [B, N+1, S] of the pass, and what broke, by slot."""
+        """Logits [B, N+1, V] and hidden states [B, N+1, S] of the pass, and errors by slot."""
         logits, hidden = target_pass(self.policy, self.cache, draft, anchors, last)
         return logits, hidden, self._broken(hidden, logits, anchors.lengths - 1)
 
     def _prefill(self, group: list[Request], first: int, version: int | None) -> dict[int, Finished]:
-        """Fill slots first, first + 1, ... with texts of like length.
+        """Fill slots first, first + 1, ... with texts of similar length.
 
-        With a version, each text is a prompt and its first token is sampled; without, the last token of each text is
-        known and waits for its round. Outcomes by place in the group.
+        With a version, each text is a prompt and its first token is sampled. Without one, the last token of each text
+        is already known and is read in the next round. Returns outcomes by index in the group.
         """
         texts = [(*request.prompt, *request.tokens) for request in group]
         sizes = [len(text) - (version is None) for text in texts]
@@ -177,13 +178,13 @@ class Rounds:
         num_nodes = draft.tokens.shape[1]
         chain = self.drafter.spec is None
         if anchors.committed is None and (chain or not num_nodes):
-            return  # a chain after texts of one length is where it belongs
+            return  # a chain after texts of equal length is already in place
         source = torch.where(verified.path >= 0, verified.path + (anchors.start + 1), -1)
         source = torch.nn.functional.pad(source, (1, 0), value=anchors.start)
         self.cache.keep(anchors.lengths - 1, source)
 
     def _extend_head(self, anchors: Anchors, verified: Verified, hidden: Tensor) -> dict[int, str]:
-        """Depth 1 of the head at the positions that were accepted; what broke, by slot."""
+        """Run depth 1 of the head at the accepted positions. Returns errors by slot."""
         batch, num = verified.tokens.shape
         row = torch.arange(batch, device=hidden.device)
         place = torch.arange(num, device=hidden.device)
@@ -235,7 +236,8 @@ class Rounds:
         settings: Settings | None = None,
         requests: list[Request] | None = None,
     ) -> list[list[float]]:
-        """[B][D+1] of the emitted tokens, under what sampled them; at temperature 0 those of temperature 1, as vLLM."""
+        """[B][D+1] log-probabilities of the emitted tokens under the sampled distribution; at temperature 0, those of
+        temperature 1, as in vLLM."""
         requests, settings = requests or self.active, settings or self._current()
         found = verified.probs.log()
         greedy = [i for i, request in enumerate(requests) if request.temperature == 0 and request.want_logprobs]
@@ -246,7 +248,7 @@ class Rounds:
         return found.tolist()
 
     def _broken(self, hidden: Tensor, logits: Tensor | None, first_position: Tensor) -> dict[int, str]:
-        """Slots whose target rows are not finite; their logits are set to 0, so that the others continue."""
+        """Errors of slots whose target rows are not finite. Their logits are set to 0, so that the others continue."""
         bad = _not_finite(hidden)  # [B, rows]
         found = {}
         for slot, row in bad.nonzero().tolist():
@@ -307,7 +309,7 @@ def target_pass(policy: Policy, cache: Cache, draft: Draft, anchors: Anchors, la
 
 
 def make_caches(policy: Policy, drafter: Drafter, max_model_len: int, num_slots: int) -> tuple[Cache, Cache | None]:
-    """The backbone's cache and the head's, with room for a draft after the longest text."""
+    """Caches of the backbone and of the head, with room for a draft after the longest text."""
     shape = policy.cache_shape() | {"num_slots": num_slots, "dtype": policy.dtype, "device": policy.device}
     columns, head_columns = _columns(drafter, max_model_len)
     cache = Cache(num_layers=policy.config.num_hidden_layers, num_columns=columns, **shape)
@@ -328,7 +330,7 @@ def _columns(drafter: Drafter, max_model_len: int) -> tuple[int, int]:
 
 
 def _groups(requests: list[Request]) -> list[list[Request]]:
-    """By falling length, groups whose padded size stays under PREFILL_TOKENS and is at most twice its tokens."""
+    """Groups by decreasing length, each with a padded size of at most PREFILL_TOKENS and twice its tokens."""
     groups: list[list[Request]] = []
     width = 0
     for request in sorted(requests, key=lambda r: -r.length):
@@ -347,7 +349,7 @@ def _not_finite(states: Tensor) -> Tensor:
 
 
 def _named(bad: Tensor, what: str) -> dict[int, str]:
-    """What broke, by slot. bad: bool [B]."""
+    """Errors by slot. bad: bool [B]."""
     return dict.fromkeys(bad.nonzero().flatten().tolist(), what)
 
 

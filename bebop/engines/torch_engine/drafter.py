@@ -1,7 +1,7 @@
-"""What a round verifies: nothing, a chain, or a tree, drafted by the MTP head level by level.
+"""Drafts of a round: none, a chain, or a tree, made by the MTP head level by level.
 
-At depth k the head attends to the depth-1 keys of every position up to its anchor, which the head's cache holds, and to
-its own path's keys of depths 2..k, which a draft writes after them and the next draft overwrites
+At depth k the head attends to the depth-1 keys of every position up to its anchor, which are in the head's cache, and
+to the keys of depths 2..k on its own path. A draft writes these after the others, and the next draft overwrites them
 (`bebop.mtp.head`).
 
 Legend: B requests, N nodes, D levels, W nodes expanded at a level, V vocabulary, S width of the hidden state.
@@ -39,10 +39,10 @@ NO_NODE = -1
 
 @dataclass(frozen=True)
 class Anchors:
-    """The requests of a round. lengths: tokens known, [B], the last of them not yet in the cache.
+    """The requests of a round. lengths: known tokens, [B]; the last one is not in the cache yet.
 
     state [B, S]: the head's output of depth 1 at the last token. committed: bool [B, start], the columns of each
-    request's text in both caches; None where all are. start: the first column after all texts.
+    request's text in both caches; None: all columns. start: the first column after all texts.
     """
 
     lengths: Tensor
@@ -53,9 +53,9 @@ class Anchors:
 
 @dataclass(frozen=True)
 class Verified:
-    """tokens [B, D+1]: accepted drafts and one token more, then -1. path [B, D]: accepted nodes, then -1.
+    """tokens [B, D+1]: accepted draft tokens and one more, then -1. path [B, D]: accepted nodes, then -1.
 
-    probs [B, D+1]: of each token, under the distribution that sampled it.
+    probs [B, D+1]: probability of each token under the distribution from which it was sampled.
     """
 
     tokens: Tensor
@@ -69,9 +69,9 @@ class Verified:
 
 
 class Draft(Protocol):
-    """Nodes of B requests, and how they are verified. tokens, depths [B, N]: padded with token -1 and depth 0.
+    """Nodes of B requests, and how to verify them. tokens, depths [B, N]: padded with token -1 and depth 0.
 
-    bad: bool [B], requests whose states were not finite at some depth and stood at 0 from there on; None: not drafted.
+    bad: bool [B], requests whose states were not finite at some depth and were set to 0 there; None: not drafted.
     """
 
     tokens: Tensor
@@ -79,7 +79,7 @@ class Draft(Protocol):
     bad: Tensor | None
 
     def seen(self) -> Tensor:
-        """bool [B, N, N]: the nodes that each node sees: itself and those above it."""
+        """bool [B, N, N]: the nodes that each node attends to: itself and its ancestors."""
 
     def verify(self, logits: Tensor, settings: Settings, draws: Uniforms) -> Verified:
         """logits [B, N+1, V] of the target, row 0 after the root."""
@@ -87,7 +87,7 @@ class Draft(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """Sampling of B requests; filters only where some request uses them."""
+    """Sampling settings of B requests; filters only if a request uses them."""
 
     temperature: Tensor
     filters: dict[str, Setting]
@@ -99,7 +99,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Chain:
-    """K drafts in a row; K = 0 is plain decoding. probs [B, K, V]: what they were sampled from; None: by argmax."""
+    """A chain of K draft tokens; K = 0 is plain decoding. probs [B, K, V]: their distributions; None: argmax drafts."""
 
     tokens: Tensor
     depths: Tensor
@@ -155,7 +155,7 @@ class Tree:
 
 
 class Drafter:
-    """Drafts as a rollout section asks for."""
+    """Makes the drafts that a rollout section describes."""
 
     def __init__(self, rollout: RolloutSection, policy: Policy) -> None:
         self.policy, self.rule, self.speculating = policy, rollout.rule, rollout.speculation == "mtp"
@@ -174,16 +174,16 @@ class Drafter:
 
     @property
     def max_nodes(self) -> int:
-        """Nodes of the largest draft."""
+        """Number of nodes of the largest draft."""
         return self.depth if self.spec is None else self.spec.budget
 
     @property
     def max_own_columns(self) -> int:
-        """Columns that a draft writes to the head's cache."""
+        """Number of columns that a draft writes to the head's cache."""
         return self.depth if self.spec is None else self.spec.width * self.depth
 
     def sizes(self) -> dict[StreamId, tuple[int, int]]:
-        """What random numbers a round takes, for RoundDraws."""
+        """Numbers of random numbers that a round uses, for RoundDraws."""
         own = {StreamId.ACCEPT: (self.depth + 1, 1), StreamId.FINAL: (self.depth + 1, 1)}
         if not self.speculating:
             return {StreamId.FINAL: (1, 1)}
@@ -193,7 +193,7 @@ class Drafter:
         return own | {StreamId.DRAFT: (self.depth, width)}
 
     def nothing(self, batch: int) -> Chain:
-        """A draft of no tokens: plain decoding, and the first token after a prompt."""
+        """An empty draft: for plain decoding, and for the first token after a prompt."""
         none = torch.zeros(batch, 0, dtype=torch.long, device=self.policy.device)
         return Chain(none, none, None, "target_only")
 
@@ -244,7 +244,7 @@ class Drafter:
     def _deeper(
         self, states: Tensor, tokens: Tensor, depth: int, anchors: Anchors, own: Tensor | None, used: int, cache: Cache
     ) -> Tensor:
-        """The head after draft tokens of `depth`: states [B, W, S] of their parents, tokens [B, W] -> [B, W, S]."""
+        """Run the head on draft tokens of `depth`: states [B, W, S] of their parents, tokens [B, W] -> [B, W, S]."""
         positions = (anchors.lengths + (depth - 2)).unsqueeze(1).expand_as(tokens)
         start = anchors.start + used
         mask = fold(anchors.committed, own, anchors.start, self.policy.groups, self.policy.dtype)
@@ -261,7 +261,7 @@ def _none_bad(anchors: Anchors) -> Tensor:
 
 
 def _isolate(states: Tensor, bad: Tensor) -> None:
-    """Note in bad [B] whose states [B, W, S] are not finite, and set those to 0, so that the others continue."""
+    """Mark in bad [B] the requests whose states [B, W, S] are not finite, and set these states to 0."""
     bad |= ~torch.isfinite(states.sum((1, 2)))
     if bool(bad.any()):
         states[bad] = 0

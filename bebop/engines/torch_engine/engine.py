@@ -1,11 +1,11 @@
 """Rollouts by bebop's own engine: plain decoding, draft chains by every rule, and draft trees, in plain PyTorch.
 
-It is the reference: it samples by the rules of `bebop.spec`, which are proven exact. One thread owns the model;
-between rounds it takes in new requests and does what callers ask of it (update, pause, checksums).
+It is the reference: it samples by the rules of `bebop.spec`, which are proven exact. One thread owns the model. Between
+rounds it admits new requests and runs the callers' other calls (update, pause, checksums).
 
-Random numbers are a function of a request's seed and of the number of its tokens, so a request gets the same tokens
-alone, in any batch and in any order, as far as the logits agree: matrix products of other shapes round otherwise, in
-the last bits. In float32 that moves a token only where a random number falls within about 1e-6 of an edge.
+Random numbers depend only on a request's seed and number of tokens. So a request gets the same tokens in any batch and
+in any order, if the logits are equal. Matrix products of other shapes round differently in the last bits; in float32
+this changes a token only if a random number is within about 1e-6 of an edge.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger("bebop.engines")
 
 
 class TorchEngine:
-    """A running engine; see `bebop.engines.protocol.RolloutEngine` for what each method promises."""
+    """A running engine; the methods are described in `bebop.engines.protocol.RolloutEngine`."""
 
     def __init__(self, rollout: RolloutSection, policy_dir: Path, *, seed: int = 0, dtype: str = "float32") -> None:
         self.rollout, self.version = rollout, 0
@@ -58,10 +58,10 @@ class TorchEngine:
         self._ids = itertools.count()
         self._counts = DraftCounts()
         self._steps: deque[Step] = deque(maxlen=100_000)
-        # what the thread shares with callers, under the condition's lock
+        # shared by the thread and the callers, under the condition's lock
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
-        self._unsettled: dict[str, Request] = {}  # all requests without an answer, wherever they are
+        self._unsettled: dict[str, Request] = {}  # all requests without an answer
         self._asked: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._paused = self._closed = False
         self._death: str | None = None
@@ -74,7 +74,7 @@ class TorchEngine:
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
     ) -> list[Rollout]:
         if seeds is not None and len(seeds) != len(prompts):
-            raise EngineRefused(f"seeds has {len(seeds)} entries for {len(prompts)} prompts")
+            raise EngineRefused(f"seeds: got {len(seeds)} for {len(prompts)} prompts, expected one per prompt")
         of_each = [sampling] * len(prompts) if seeds is None else [replace(sampling, seed=seed) for seed in seeds]
         requests = [self._request(prompt, own) for prompt, own in zip(prompts, of_each, strict=True)]
         self._submit(requests)
@@ -107,7 +107,7 @@ class TorchEngine:
             for request in requests:
                 held = self._unsettled.get(request.request_id)
                 if held is not None and not held.future.cancelled():
-                    raise EngineRefused(f"request_id {request.request_id!r} is running already")
+                    raise EngineRefused(f"request_id: got {request.request_id!r}, which is running; use another id")
             self._unsettled |= {request.request_id: request for request in requests}
             self._waiting += requests
             self._changed.notify()
@@ -126,7 +126,7 @@ class TorchEngine:
                 raise EngineRefused(str(error)) from None
             self._policy.refresh()
             self.version = version
-            # keys and values of the old weights must not serve what is sampled from now on
+            # the old weights' keys and values must not be used for tokens sampled after this
             self._settle(self._rounds.refill())
             return self._held()
 
@@ -145,7 +145,7 @@ class TorchEngine:
 
     def pause(self, mode: Literal["abort", "keep"] = "keep") -> None:
         if mode not in ("abort", "keep"):
-            raise EngineRefused(f"pause mode {mode!r}: expected abort or keep")
+            raise EngineRefused(f"mode: got {mode!r}, expected abort or keep")
 
         def stop() -> None:
             self._paused = True
@@ -178,7 +178,7 @@ class TorchEngine:
         return steps
 
     def set_draft_schedule(self, schedule: Mapping[str, int]) -> None:
-        raise EngineRefused("rollout.engine=torch has no draft schedule; set rollout.engine=vllm")
+        raise EngineRefused("draft schedule: rollout.engine=torch has none; set rollout.engine=vllm")
 
     @property
     def process_ids(self) -> list[int]:
@@ -200,7 +200,7 @@ class TorchEngine:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _num_slots(self) -> int:
-        """Requests that run at once: rollout.max_num_seqs, as far as the cache's memory allows."""
+        """Number of requests that run at once: rollout.max_num_seqs, or fewer if the cache's memory is too small."""
         rollout, policy = self.rollout, self._policy
         if policy.device.type == "cuda":
             key = f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization}"
@@ -212,15 +212,16 @@ class TorchEngine:
         fit = room // each
         if fit < 1:
             raise EngineRefused(
-                f"{key} leaves {max(room, 0) / 2**30:.3f} GiB for keys and values, one request of "
-                f"rollout.max_model_len={rollout.max_model_len} takes {each / 2**30:.3f}; raise it or shorten requests"
+                f"{key} leaves {max(room, 0) / 2**30:.3f} GiB for the KV cache, but one request of "
+                f"rollout.max_model_len={rollout.max_model_len} needs {each / 2**30:.3f} GiB; raise it or lower "
+                "rollout.max_model_len"
             )
         if fit < rollout.max_num_seqs:
             logger.info("%s holds %d requests at once, rollout.max_num_seqs=%d", key, fit, rollout.max_num_seqs)
         return min(fit, rollout.max_num_seqs)
 
     def _ask(self, what: Callable[[], Any]) -> Any:
-        """Run `what` on the engine's thread between two rounds; its result or exception."""
+        """Run `what` on the engine's thread between two rounds; returns its result or raises its exception."""
         future: Future[Any] = Future()
         with self._changed:
             self._require_life()
@@ -245,7 +246,7 @@ class TorchEngine:
             self._end(EngineDied(self._death))
 
     def _turn(self) -> bool:
-        """Wait for something to do, then do it: requests of callers first, else one round. False: closed."""
+        """Wait for work, then do it: first the calls of callers, else one round. Returns False if closed."""
         with self._changed:
             while not (self._closed or self._asked or self._has_work()):
                 self._changed.wait()
@@ -265,11 +266,11 @@ class TorchEngine:
         finished = self._rounds.step(self.version) if self._rounds.active else []
         tokens = sum(len(request.tokens) for request in taking_part) - had
         self._note_step(new, tokens, drafts, self._rounds.clock - clock)
-        self._settle(finished)  # last: who gets an answer may ask for the steps
+        self._settle(finished)  # last, because a caller with its answer may call take_steps
         return True
 
     def _note_step(self, new: list[Request], tokens: int, drafts: int, clock: RoundClock) -> None:
-        on_gpu = self._policy.device.type != "cpu"  # where calls return before they have run
+        on_gpu = self._policy.device.type != "cpu"  # there, calls return before they have run
         step = Step(
             ended_s=time.perf_counter(),
             running=len(self._rounds.active),
@@ -297,7 +298,7 @@ class TorchEngine:
         return kept
 
     def _forget(self, request: Request) -> None:
-        """Free its name, which a cancelled request may have lost to a new one."""
+        """Free the request's name, unless a new request has taken the name of this cancelled one."""
         if self._unsettled.get(request.request_id) is request:
             del self._unsettled[request.request_id]
 
@@ -321,7 +322,7 @@ class TorchEngine:
                     speculating = self._rounds.drafter.speculating
                     request.future.set_result(request.rollout(outcome.reason, speculating=speculating))
             except InvalidStateError:
-                pass  # cancelled meanwhile
+                pass  # was cancelled
 
     def _end(self, error: EngineError) -> None:
         with self._changed:

@@ -1,8 +1,8 @@
 """Keys and values of running requests, one slot each, and the attention that reads them.
 
-Running requests hold the first slots, without gaps. A slot's committed text lies at columns 0, 1, ...; what a pass adds
-(draft nodes, a chain, accepted positions) is written for all requests from one common column `start` on, after the
-longest of them, so that a layer writes one slice. `keep` then moves what was accepted to the end of each request's own
+Running requests have the first slots, without gaps. A slot's committed text is at columns 0, 1, ... A pass writes its
+new entries (draft nodes, a chain, accepted positions) for all requests from one common column `start`, after the
+longest text, so that a layer writes one slice. `keep` then moves the accepted entries to the end of each request's
 text.
 
 Legend: L layers, B requests, T new tokens of a pass, H query heads, G of them per key head, E head width, C columns.
@@ -34,7 +34,7 @@ class Cache:
         device: torch.device,
     ) -> None:
         shape = (2, num_layers, num_slots, num_kv_heads, num_columns, head_dim)
-        # zeros, not garbage: masked columns are multiplied by 0, which a NaN survives
+        # zeros, because masked columns are multiplied by 0, and NaN times 0 is NaN
         self.entries = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
@@ -54,7 +54,7 @@ class Cache:
         self.entries[:, :, target, :, :num_columns] = self.entries[:, :, source, :, :num_columns]
 
     def clear(self, slot: int) -> None:
-        """Forget a slot that may hold NaN."""
+        """Set a slot that may hold NaN to 0."""
         self.entries[:, :, slot] = 0
 
 
@@ -62,8 +62,8 @@ class Cache:
 class Window:
     """The part of a cache that a pass reads and writes: slots first .. first + B, columns start .. start + T.
 
-    mask: [B, 1, T * G, C] additive, C = start + T, as `fold` makes it; None: every query sees every column.
-    causal: the pass begins at column 0 and each token sees those before it; no mask then.
+    mask: [B, 1, T * G, C] additive, C = start + T, from `fold`; None: every query attends to every column.
+    causal: the pass begins at column 0 and is causal; then there is no mask.
     """
 
     cache: Cache
@@ -93,10 +93,10 @@ class Window:
 
 
 def fold(committed: Tensor | None, own: Tensor | None, start: int, groups: int, dtype: torch.dtype) -> Tensor | None:
-    """The additive mask of a pass, [B, 1, T * G, start + T']; None where nothing is hidden.
+    """The additive mask of a pass, [B, 1, T * G, start + T']; None if nothing is masked.
 
-    committed: bool [B, start], the columns of each request's text; None: all of them. own: bool [B, T, T'], what each
-    new token sees of the pass's own columns; None: all.
+    committed: bool [B, start], the columns of each request's text; None: all columns. own: bool [B, T, T'], the new
+    columns to which each new token attends; None: all.
     """
     if committed is None and own is None:
         return None

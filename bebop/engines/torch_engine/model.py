@@ -1,9 +1,9 @@
-"""A decoder and its MTP head as the torch engine runs them: inference only, over a preallocated cache.
+"""A decoder and its MTP head for the torch engine: inference only, over a preallocated cache.
 
-Both are loaded by transformers' own classes (`bebop.backbone`, `bebop.mtp`); what a class has decides what is computed:
-biases, q/k norms, a width of the heads, partial or scaled rotary positions, experts. Here q, k, v and gate, up are one
-matrix each, and rotary tables are made once; a layer's experts run as transformers' module. Weights are also seen under
-their checkpoint names, as views, for updates and checksums.
+Both are loaded with transformers' own classes (`bebop.backbone`, `bebop.mtp`), which determine what is computed:
+biases, q/k norms, head width, partial or scaled rotary positions, experts. Here q, k, v are one matrix, and so are gate
+and up; rotary tables are computed once; experts run as transformers' module. Weights are also available under their
+checkpoint names, as views, for updates and checksums.
 
 Legend: B requests, T tokens of a pass, D width, H heads, E head width, V vocabulary.
 """
@@ -26,14 +26,14 @@ from bebop.mtp import MtpHead, is_head_name, load_heads
 from bebop.mtp.checkpoint import Tensors, read_config
 from bebop.mtp.names import cast, split_experts, stacks_experts, to_checkpoint
 
-PACKED_ROWS = 16  # rows that the packed layout is chosen for; it serves any number
+PACKED_ROWS = 16  # number of rows for which the packed layout is chosen; it works for any number
 
 
 class Projection:
-    """One or several linear modules that read the same input, as one matrix."""
+    """One or more linear modules with the same input, as one matrix."""
 
     def __init__(self, modules: Mapping[str, nn.Linear]) -> None:
-        """modules: by their names in the layer."""
+        """modules: by name in the layer."""
         weights, biases = [m.weight.detach() for m in modules.values()], [m.bias for m in modules.values()]
         self.weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
@@ -44,10 +44,10 @@ class Projection:
         self.refresh()
 
     def refresh(self) -> None:
-        """Follow a change of the weights. On a CPU, bfloat16 products read a copy in oneDNN's own layout.
+        """Call after the weights changed. On a CPU, bfloat16 products read a copy in oneDNN's own layout.
 
-        Without it oneDNN lays the matrix out again in every call: 4.3 ms instead of 0.9 ms for one row of a [49152,
-        576] matrix (torch 2.13, 2 cores). These operators are the ones that torch.compile's frozen graphs call.
+        Without the copy, oneDNN converts the matrix in every call: 4.3 ms instead of 0.9 ms for one row of a
+        [49152, 576] matrix (torch 2.13, 2 cores). torch.compile's frozen graphs call the same operators.
         """
         if self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16 and _packs():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS)
@@ -59,7 +59,7 @@ class Projection:
 
 
 class Layer:
-    """One decoder layer, of the backbone or of the head. views: tensors by their names in transformers' layer."""
+    """One decoder layer, of the backbone or the head. views: tensors by their names in transformers' layer."""
 
     def __init__(self, layer: nn.Module, config: Any) -> None:
         self.eps = config.rms_norm_eps
@@ -83,7 +83,7 @@ class Layer:
             self.views |= projection.views
 
     def __call__(self, x: Tensor, rotary: tuple[Tensor, Tensor], window: Window, index: int) -> Tensor:
-        """x [B, T, D]; rotary as `Rotary.at` gives it; index: the layer's place in the window's cache."""
+        """x [B, T, D]; rotary: from `Rotary.at`; index: number of the layer in the window's cache."""
         batch, tokens, width = x.shape
         turned = self.num_heads + self.num_kv_heads
         heads = self.qkv(F.rms_norm(x, (width,), self.norms[0], self.eps)).view(batch, tokens, -1, self.head_dim)
@@ -102,9 +102,9 @@ class Layer:
 
 
 class Head:
-    """The MTP layer, by the conventions of its family (bebop.mtp.families).
+    """The MTP layer, with the conventions of its family (bebop.mtp.families).
 
-    Depth 1 reads the backbone's hidden state, before its final norm if `before_norm`, later depths its own state.
+    Depth 1 reads the backbone's hidden state (before the final norm if `before_norm`), later depths the head's own.
     """
 
     def __init__(self, head: MtpHead, config: Any) -> None:
@@ -130,7 +130,7 @@ class Head:
         return self._normed(x, self.norm) if self.family.chains_normed else x
 
     def output(self, state: Tensor) -> Tensor:
-        """What the logits of the draft are read from."""
+        """The state from which the draft's logits are computed."""
         return state if self.family.chains_normed else self._normed(state, self.norm)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -138,10 +138,10 @@ class Head:
 
 
 class Rotary:
-    """cos and sin of every position, the sign of `rotate`'s second half in the sines; [positions, R], R at most E."""
+    """cos and sin of every position, [positions, R], R at most E. The sines include the sign for `rotate`."""
 
     def __init__(self, embedding: nn.Module, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        """embedding: the decoder's own module, which knows its scaling."""
+        """embedding: the decoder's own rotary module, with its scaling."""
         like = torch.empty(0, dtype=torch.float32, device=device)
         cos, sin = embedding(like, torch.arange(num_positions, device=device).unsqueeze(0))
         sign = torch.ones(sin.shape[-1], device=device)
@@ -156,8 +156,8 @@ class Rotary:
 class Policy:
     """The weights of a policy directory and its forward passes. views: checkpoint name -> view into the weights.
 
-    Raises EngineRefused where the directory lacks tensors or has others than its decoder and its head, or holds values
-    that are not finite. `bebop.engines.torch_engine.supported` refuses kinds of policies before anything loads.
+    Raises EngineRefused if tensors of decoder or head are missing, if there are other tensors, or if a value is not
+    finite. `bebop.engines.torch_engine.supported` checks the kind of policy before anything loads.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Policy:
             self._projections += part.projections
         for name, tensor in self.views.items():
             if not bool(torch.isfinite(tensor).all()):
-                raise EngineRefused(f"{policy_dir}: {name} holds values that are not finite")
+                raise EngineRefused(f"{policy_dir}: {name} has a NaN or an infinity, expected finite weights")
 
     def is_head(self, name: str) -> bool:
         """Whether a checkpoint's tensor is the head's."""
@@ -210,12 +210,12 @@ class Policy:
         return self.config.num_attention_heads // self.config.num_key_value_heads
 
     def refresh(self) -> None:
-        """Follow a change of the tensors behind `views`."""
+        """Call after the tensors in `views` changed."""
         for projection in self._projections:
             projection.refresh()
 
     def cache_shape(self) -> dict[str, int]:
-        """Sizes of a cache slot, apart from its columns."""
+        """Sizes of a cache slot, without the number of columns."""
         return {"num_kv_heads": self.config.num_key_value_heads, "head_dim": head_dim(self.config)}
 
     def hidden(self, tokens: Tensor, positions: Tensor, window: Window) -> Tensor:
@@ -247,7 +247,7 @@ class Policy:
         return F.rms_norm(hidden, hidden.shape[-1:], self.norm, self.config.rms_norm_eps)
 
     def _add_biases(self, model: nn.Module, files: Tensors) -> None:
-        """Biases that the file has and transformers' class has not: Qwen3 in MiMo's layout, where vLLM applies them."""
+        """Biases that the checkpoint has but transformers' class lacks: Qwen3 in MiMo's layout. vLLM applies them."""
         for name in files:
             found = re.fullmatch(r"(model\.layers\.\d+\.self_attn\.[qkv]_proj)\.bias", name)
             if found and not self.is_head(name) and model.get_submodule(found[1]).bias is None:
@@ -257,14 +257,14 @@ class Policy:
     def _check_names(self, policy_dir: Path, files: Tensors) -> None:
         named = {name for name in files if not self.is_head(name) and not name.endswith("rotary_emb.inv_freq")}
         if self.tied:
-            named.discard("lm_head.weight")  # transformers takes the embedding
+            named.discard("lm_head.weight")  # transformers uses the embedding
         if absent := sorted(self.views.keys() - named):
             raise EngineRefused(
                 f"{policy_dir}: tensor {absent[0]} is missing, expected {len(self.views)} of the policy"
             )
         if unknown := sorted(named - self.views.keys()):
             raise EngineRefused(
-                f"{policy_dir}: tensor {unknown[0]} belongs to nothing that rollout.engine=torch computes; "
+                f"{policy_dir}: tensor {unknown[0]} is in no module that rollout.engine=torch supports; "
                 "set rollout.engine=vllm"
             )
 
@@ -274,9 +274,9 @@ def head_dim(config: Any) -> int:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [B, T, heads, E]: x cos + (second half, first half) sin, the sign in the sines.
+    """Rotary embedding of [B, T, heads, E]: x cos + (second half, first half) sin. The sines include the sign.
 
-    Only the first R of E numbers are rotated, the others stay.
+    Only the first R of the E numbers are rotated.
     """
     width = cos.shape[-1]
     if width < x.shape[-1]:
@@ -289,7 +289,7 @@ def _linears(layer: nn.Module, part: str, names: Iterable[str]) -> dict[str, nn.
 
 
 def _parts(modules: Iterable[str], leaf: str, whole: Tensor, weights: list[Tensor]) -> dict[str, Tensor]:
-    """Views of the parts of one tensor, by module."""
+    """Views of the parts of one tensor, one per module."""
     pieces = whole.split([len(weight) for weight in weights])
     return {f"{name}.{leaf}": piece for name, piece in zip(modules, pieces, strict=True)}
 

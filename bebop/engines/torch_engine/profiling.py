@@ -1,7 +1,7 @@
-"""How the engine spends its time and its threads.
+"""Time and threads of the engine.
 
-The time of a round goes into the model's passes, or into growing and verifying drafts around them. The operations of
-the latter are small, and each would wake a sleeping thread.
+A round spends its time in the model's passes and in growing and verifying drafts. The operations of the latter are
+small, and each would wake a sleeping thread.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import dataclass, fields
 import torch
 from threadpoolctl import ThreadpoolController
 
-FEW_ELEMENTS = 1 << 18  # of an operation's operands; torch splits them among threads from 2^15 on
+FEW_ELEMENTS = 1 << 18  # elements of an operation's operands; torch uses several threads from 2^15
 
 
 @dataclass
 class RoundClock:
-    """Seconds since the engine began, in: whole rounds; drafting, with its random numbers and the head's passes; these
-    passes; verifying, without the target's pass. On a GPU calls return before they have run: there the parts mean
-    nothing.
+    """Seconds since the engine started, spent in: whole rounds; drafting, with its random numbers and the head's
+    passes; the head's passes; verifying, without the target's pass. On a GPU calls return before they have run, so the
+    parts are not valid there.
     """
 
     rounds: float = 0.0
@@ -50,9 +50,9 @@ class RoundClock:
 
 @contextmanager
 def threads_for(elements: int, device: torch.device) -> Iterator[None]:
-    """Inside, operations on so few numbers run on one thread: a second one would not be awake in time to help.
+    """In the block, operations on this few elements run on one thread: a second one would wake too late to help.
 
-    Only for the calling thread: torch.set_num_threads would also bind any thread that happens to start meanwhile.
+    This affects only the calling thread; torch.set_num_threads would also affect threads that start in the block.
     """
     if device.type != "cpu" or elements > FEW_ELEMENTS:
         yield
@@ -63,4 +63,4 @@ def threads_for(elements: int, device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def _pools() -> ThreadpoolController:
-    return ThreadpoolController().select(user_api="openmp")  # no other pool is set back at the end
+    return ThreadpoolController().select(user_api="openmp")  # so that no other pool is reset at the end

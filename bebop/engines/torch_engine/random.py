@@ -1,4 +1,4 @@
-"""The random numbers of one round, made by one call: a tree takes two dozen draws, each a hundred small operations.
+"""The random numbers of one round, made in one call: a tree needs two dozen draws, each of a hundred small operations.
 
 The numbers are those of `bebop.spec.Streams`, at the same addresses.
 """
@@ -15,15 +15,15 @@ from bebop.spec.random import MAX_DEPTH
 
 
 class RoundDraws:
-    """Streams whose numbers for the named streams are made in advance.
+    """Streams that compute the numbers of some streams in advance.
 
-    sizes: stream -> (depths, rows); numbers outside are computed when asked for.
+    sizes: stream -> (depths, rows) to compute in advance; other numbers are computed on demand.
     """
 
     def __init__(self, streams: Streams, sizes: Mapping[StreamId, tuple[int, int]]) -> None:
         self._streams = streams
         self._made: dict[StreamId, Tensor] = {}
-        # one call: `depth` of Streams is the low part of a counter whose high part is the stream
+        # one call for all streams: Streams' counter has `depth` in its low part and the stream in its high part
         depth = [
             (int(p) - int(StreamId.DRAFT)) * MAX_DEPTH + d for p, (depths, _) in sizes.items() for d in range(depths)
         ]

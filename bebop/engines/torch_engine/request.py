@@ -1,4 +1,4 @@
-"""One request of the torch engine: what was asked, what it has so far, and when it is finished."""
+"""One request of the torch engine: its settings, its tokens so far, and when it is finished."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from bebop.records import DraftCounts, Rollout, Sampling
 
 @dataclass
 class Request:
-    """prompt: token ids; limit: tokens it may emit; stops: ids that end it; seed: of its random streams, int64.
+    """prompt: token ids; limit: largest number of tokens to emit; stops: ids that end it; seed: of its random streams.
 
-    temperature and top_p are values of float32, as the sampler has them; top_k 0: off.
+    temperature and top_p have float32 values, as in the sampler; top_k 0: off.
     """
 
     request_id: str
@@ -42,11 +42,11 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Prompt and response so far, tokens."""
+        """Number of tokens of prompt and response so far."""
         return len(self.prompt) + len(self.tokens)
 
     def count(self, num_draft_tokens: int, num_accepted: int, depth: int) -> None:
-        """Note one verified draft; drafts after a stop token count as accepted too, as vLLM's counters have it."""
+        """Count one verified draft. Accepted draft tokens after a stop token count too, as in vLLM's counters."""
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.accepted_per_depth += [0] * (depth - len(self.accepted_per_depth))
@@ -54,7 +54,7 @@ class Request:
             self.accepted_per_depth[level] += 1
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> str | None:
-        """Append a verified run up to the first stop token or the limit; the finish reason where that ends it."""
+        """Append the verified tokens up to the first stop token or the limit. Returns the finish reason, or None."""
         for token, logprob in zip(tokens, logprobs, strict=True):
             self.tokens.append(token)
             self.versions.append(version)
@@ -91,10 +91,10 @@ def make_request(
     max_model_len: int,
     end_ids: frozenset[int],
 ) -> Request:
-    """A request that the engine has room for. seed: its own. Raises EngineRefused for a prompt that does not fit."""
+    """A checked request. seed: the request's own. Raises EngineRefused for a prompt that does not fit."""
     prompt = _token_ids(prompt)
     if not prompt:
-        raise EngineRefused("prompt: got no token, expected at least one")
+        raise EngineRefused("prompt: got 0 tokens, expected at least 1")
     if len(prompt) >= max_model_len:
         raise EngineRefused(
             f"prompt: got {len(prompt)} tokens, expected fewer than rollout.max_model_len={max_model_len}"
@@ -106,7 +106,7 @@ def make_request(
         prompt=prompt,
         seed=seed,
         temperature=_float32(sampling.temperature),
-        top_k=sampling.top_k if sampling.top_k < vocabulary else 0,  # all of it is off too
+        top_k=sampling.top_k if sampling.top_k < vocabulary else 0,  # the whole vocabulary means off
         top_p=_float32(sampling.top_p),
         limit=min(sampling.max_tokens, max_model_len - len(prompt)),
         stops=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else end_ids),
@@ -115,7 +115,7 @@ def make_request(
 
 
 def end_of_text(policy_dir: Path) -> frozenset[int]:
-    """Ids that end a response, out of config.json and generation_config.json."""
+    """Ids that end a response, from config.json and generation_config.json."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         if (policy_dir / name).is_file():
@@ -133,5 +133,5 @@ def _token_ids(prompt: Iterable[Any]) -> tuple[int, ...]:
 
 
 def _float32(value: float) -> float:
-    """As the sampler has it: 1e-46 is 0, so greedy."""
+    """The value in the sampler's float32: 1e-46 is 0, so greedy."""
     return torch.tensor(value, dtype=torch.float32).item()
