@@ -100,8 +100,8 @@ def check_update(tensors: Mapping[str, Tensor], held: Mapping[str, Any], is_head
     known = sum(name in held for name in heads)
     if known < len(heads):
         raise BadInput(
-            f"heads: got {len(heads)} tensors, of which the engine has {known} (it has {sum(map(is_head, held))} in all); "
-            "set rollout.speculation=mtp, and use the checkpoint's names"
+            f"heads: got {len(heads)} tensors, of which the engine has {known} (it has {sum(map(is_head, held))} in "
+            "all); set rollout.speculation=mtp, and use the checkpoint's names"
         )
     for name, tensor in tensors.items():
         if name not in held:
