@@ -1,4 +1,4 @@
-"""Rollouts by vLLM. Every vLLM process imports this package for its plug-in: the engine is imported when asked for."""
+"""Rollouts by vLLM. Every vLLM process imports this package for its plug-in, so the engine is imported on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout section and a sampling record in vLLM's own terms, and what vLLM must be refused. Pure functions."""
+"""Converts a rollout section and a sampling record to vLLM's arguments; refuses what vLLM does wrong. Pure code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bebop.records import Sampling
 
 
 def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dtype: str) -> dict[str, Any]:
-    """vLLM's engine arguments for a rollout section; pure, apart from asking which platform this is."""
+    """vLLM's engine arguments for a rollout section. Depends on nothing else but the platform."""
     arguments: dict[str, Any] = {
         "model": str(policy_dir),
         "dtype": dtype,
@@ -31,23 +31,23 @@ def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dt
     }
     hybrid = mixes_linear_attention(read_config(policy_dir))
     if hybrid:
-        # vLLM 0.31 caches the states of such layers only at some positions. With speculation nobody has shown that a
-        # request which starts from a cached state samples what it should.
+        # vLLM 0.31 caches the states of such layers only at some positions. With speculation, it is not proven that a
+        # request which starts from a cached state samples from the right distribution.
         arguments["enable_prefix_caching"] = False
     if fixes.on_cpu():
-        # an explicit cache size with eager execution also spares the warm-up
+        # an explicit cache size with eager execution also avoids the warm-up
         arguments |= {
             "enforce_eager": True,
-            # vLLM 0.31 winds a seeded request's generator back after a partial prefill, which a CPU generator refuses:
-            # the engine dies. Whole prefills need no winding back.
+            # vLLM 0.31 rewinds a seeded request's generator after a partial prefill. A CPU generator cannot do that,
+            # and the engine dies. Whole prefills need no rewind.
             "enable_chunked_prefill": False,
             "kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30),
             "distributed_executor_backend": "uni",
         }
         if hybrid and dtype != "bfloat16":
             raise EngineRefused(
-                f"model.dtype={dtype}: {policy_dir} has linear-attention layers, which vLLM 0.31 runs only in bfloat16 "
-                "on a CPU; set model.dtype=bfloat16"
+                f"model.dtype: got {dtype}, but {policy_dir} has linear attention, which vLLM 0.31 runs only in "
+                "bfloat16 on a CPU; set model.dtype=bfloat16"
             )
     else:
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
@@ -69,19 +69,19 @@ def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dt
 
 
 def refuse_block(rollout: RolloutSection, *, on_cpu: bool, v2_runner: bool) -> None:
-    """Raise where vLLM would silently draft greedily under block verification."""
+    """Raise EngineRefused if vLLM would silently draft greedily under block verification."""
     if rollout.speculation == "mtp" and rollout.rule == "block" and (on_cpu or not v2_runner):
         where = "on a CPU" if on_cpu else "with vLLM's V1 model runner"
         raise EngineRefused(
-            f"rollout.rule=block {where}: vLLM would draft greedily without saying so; set rollout.rule=rejection"
+            f"rollout.rule: got block {where}, where vLLM silently drafts greedily; set rollout.rule=rejection"
         )
 
 
 def sampling_values(sampling: Sampling) -> dict[str, Any]:
     """Arguments of vLLM's SamplingParams.
 
-    What `Sampling` lacks (min_p, logit_bias, min_tokens, structured outputs), vLLM 0.31 applies to the first token of a
-    verification step only, or not at all.
+    `Sampling` leaves out min_p, logit_bias, min_tokens and structured outputs, because vLLM 0.31 applies them only to
+    the first token of a verification step, or not at all.
     """
     return {
         "temperature": sampling.temperature,
@@ -96,7 +96,7 @@ def sampling_values(sampling: Sampling) -> dict[str, Any]:
 
 
 def stamp(num_tokens: int, spans: Sequence[tuple[int, int]], version: int) -> tuple[int, ...]:
-    """Version of each token. spans: (number of tokens there were, their version) at each update, in order."""
+    """Policy version of each token. spans: (number of tokens so far, their version) at each update, in order."""
     versions: list[int] = []
     for had, until in spans:
         versions += [until] * (min(had, num_tokens) - len(versions))

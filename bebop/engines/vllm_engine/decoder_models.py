@@ -1,13 +1,13 @@
 """The policies and drafters of family `decoder` for vLLM (see registration.py; vLLM 0.31.0).
 
-A target is vLLM's own class, which leaves the head's tensors alone. `DecoderMTP` drafts as bebop trains
-(bebop.mtp.head): depth k at anchor t reads the embedding of token t+k and a hidden state, at depth 1 the target's
-after its final norm, later its own output of depth k-1:
+A target is vLLM's own class, but skips the head's tensors. `DecoderMTP` drafts as bebop trains (bebop.mtp.head): depth
+k at anchor t reads the embedding of token t+k and a hidden state. At depth 1 this is the target's, after its final
+norm; later it is the drafter's own output at depth k-1:
 
   fc(cat[pre_fc_norm_embedding(e), pre_fc_norm_hidden(h)]) -> a decoder layer of the target's class -> norm -> lm_head
 
-The layer is built from the target's config and numbered after the target's last. Embeddings and lm_head are the
-target's own: vLLM replaces the drafter's by them.
+The layer is built from the target's config, and its number follows the target's last layer. vLLM replaces the drafter's
+embeddings and lm_head by the target's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def __getattr__(name: str) -> Any:
-    """The target class `<Class>ForCausalLM` of a row of DECODER, made when asked for."""
+    """The target class `<Class>ForCausalLM` for a row of DECODER, made on demand."""
     for model_type, prefix in served_by_bebop().items():
         if name == f"{prefix}ForCausalLM":
             globals()[name] = _target(model_type, name)
@@ -57,14 +57,14 @@ def _target(model_type: str, name: str) -> type:
 
 
 def _without_heads(weights: Weights, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Those of the decoder. A tied lm_head is the embeddings: vLLM raises where its copy comes without them."""
+    """The decoder's tensors. A tied lm_head is left out too: vLLM raises if it gets the copy without the embeddings."""
     for name, tensor in weights:
         if not name.startswith(DECODER.prefix) and not (config.tie_word_embeddings and name == LM_HEAD):
             yield name, tensor
 
 
 class DecoderLayerHead(nn.Module):
-    """The head but for lm_head: `model` of the drafter, under the names of the checkpoint's `mtp.`."""
+    """The head without lm_head: `model` of the drafter, with the names after `mtp.` in the checkpoint."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class DecoderMTP(nn.Module):
         super().__init__()
         self.config = config = vllm_config.model_config.hf_config
         self.where = vllm_config.model_config.model
-        # only the first load is of a whole checkpoint; with dummy weights there is none
+        # only the first load must be a whole checkpoint; with dummy weights there is no load
         self.whole = vllm_config.load_config.load_format == "dummy"
         self.model = DecoderLayerHead(vllm_config, maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
@@ -126,10 +126,10 @@ class DecoderMTP(nn.Module):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Weights) -> set[str]:
-        """The head's tensors out of `weights`, and embeddings and lm_head; an update may bring any part, in any order.
+        """Load the head's tensors, embeddings and lm_head from `weights`. An update may contain any part, in any order.
 
-        Raises EngineRefused where the first load, of the checkpoint, does not hold the whole head: what is missing
-        would be uninitialised memory, and drafts would be drawn from it without a word.
+        Raises EngineRefused if the first load, of the checkpoint, lacks a tensor of the head: it would be uninitialised
+        memory, and vLLM would draft with it without an error.
         """
         seen: set[str] = set()
         loaded = AutoWeightsLoader(self).load_weights(self._own(weights, seen), mapper=self.hf_to_vllm_mapper)
@@ -161,7 +161,7 @@ def _module(config: Any) -> Any:
 
 
 def _decoder_layer(vllm_config: VllmConfig, prefix: str) -> nn.Module:
-    """A decoder layer of the target's class, given what its signature asks for."""
+    """A decoder layer of the target's class, with the arguments in its signature."""
     config = vllm_config.model_config.hf_config
     own = copy.deepcopy(config)
     if getattr(own, "layer_types", None):  # one per layer of the target

@@ -1,9 +1,9 @@
-"""Another draft length for a running vLLM engine, so that one engine can be timed at every k.
+"""Changes the draft length of a running vLLM engine, so that one engine can be timed at every k.
 
-vLLM 0.31.0 reads `num_speculative_tokens_per_batch_size` once, into a table in its scheduler, which lives in the engine
-core where `collective_rpc` does not reach. The engine core answers calls of its own methods, so it is given one more.
-At k = 0 vLLM still runs the drafter's layer, without lm_head or draws: its keys and values stay complete, and drafting
-may begin again at any step.
+vLLM 0.31.0 reads `num_speculative_tokens_per_batch_size` once, into a table of its scheduler. The scheduler is in the
+engine core, which `collective_rpc` does not reach. But callers can call the engine core's own methods, so a method is
+added to it. At k = 0 vLLM still runs the drafter's layer, without lm_head or sampling, so the drafter's KV cache stays
+complete and drafting can start again at any step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ METHOD = "bebop_draft_lengths"
 
 
 def apply() -> None:
-    """Add the method to vLLM's EngineCore. Raises AttributeError where the scheduler has no such table."""
+    """Add the method to vLLM's EngineCore. Raises AttributeError if the scheduler has no such table."""
     from vllm.v1.core.sched import scheduler
     from vllm.v1.engine.core import EngineCore
 

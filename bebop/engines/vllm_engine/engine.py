@@ -1,11 +1,10 @@
 """Rollouts by vLLM: MTP speculation with rejection sampling, or plain decoding, over vLLM's AsyncLLM.
 
-AsyncLLM lives on an event loop in a thread of its own, so that callers may block (`generate`) or await (`agenerate`)
-from wherever they are. Draft sampling is always explicit: vLLM's default drafts greedily, which turns acceptance into
-p(argmax q).
+AsyncLLM runs on an event loop in its own thread, so callers may block (`generate`) or await (`agenerate`) anywhere.
+Draft sampling is always set explicitly, because vLLM's default drafts greedily, so that acceptance is p(argmax q).
 
-Version stamps: `update_weights` freezes the running requests, notes how many tokens each has, loads, and lets them go
-on; a token's version is the number of the load that it came after.
+Version stamps: `update_weights` pauses the running requests, records how many tokens each has, loads the weights, and
+resumes the requests. A token's version is the number of the last load before it.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
 logger = logging.getLogger("bebop.engines")
 
 START_TIMEOUT_S = 600.0
-SHUTDOWN_S = 1.0  # the engine core keeps nothing that it would have to save
+SHUTDOWN_S = 1.0  # the engine core has nothing to save
 
 
 class VllmEngine:
-    """A running vLLM engine; see `bebop.engines.protocol.RolloutEngine` for what each method promises."""
+    """A running vLLM engine; the methods are described in `bebop.engines.protocol.RolloutEngine`."""
 
     def __init__(self, rollout: RolloutSection, policy_dir: Path, *, seed: int = 0, dtype: str = "float32") -> None:
         with applied(missing(GENERAL)):
@@ -59,7 +58,7 @@ class VllmEngine:
         self.version = 0
         self.rollout = rollout
         self._layout = Layout(policy_dir)
-        self._digests = Digests(self._layout, sampled=False)  # of what was loaded; the files' own until an update
+        self._digests = Digests(self._layout, sampled=False)  # of the loaded tensors; the files' until an update
         self._ids = itertools.count()
         self._spans: dict[str, list[tuple[int, int]]] = {}  # request -> (tokens it had, version until then)
         self._counts = DraftCounts()
@@ -79,10 +78,10 @@ class VllmEngine:
 
     async def _start(self, arguments: dict[str, Any]) -> None:
         on_cpu = fixes.on_cpu()
-        # with a log level of the user's choice, the engine's output stays on the terminal
+        # if the user has set a log level, the engine's output stays on the terminal
         log = {} if "VLLM_LOGGING_LEVEL" in os.environ else {LOG_ENV: str(self._log)}
         own = {PARENT_ENV: str(os.getpid()), **log}
-        # block verification is the V2 runner's alone, and a CPU has no V2 runner
+        # only the V2 runner has block verification, and it does not run on a CPU
         wanted = GENERAL | ({V2_RUNNER_ENV: "1"} if self.rollout.rule == "block" and not on_cpu else {})
         with applied(own | missing(wanted | (cpu_environment() if on_cpu else {}))):
             from vllm.engine.arg_utils import AsyncEngineArgs
@@ -108,7 +107,7 @@ class VllmEngine:
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
     ) -> list[Rollout]:
         if seeds is not None and len(seeds) != len(prompts):
-            raise EngineRefused(f"seeds has {len(seeds)} entries for {len(prompts)} prompts")
+            raise EngineRefused(f"seeds: got {len(seeds)} for {len(prompts)} prompts, expected one per prompt")
         of_each = [sampling] * len(prompts) if seeds is None else [replace(sampling, seed=seed) for seed in seeds]
         return self._run(self._generate_all(prompts, of_each))
 
@@ -134,7 +133,7 @@ class VllmEngine:
         params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False, **values)
         request_id = request_id or f"bebop-{next(self._ids)}"
         if request_id in self._spans:
-            raise EngineRefused(f"request_id {request_id!r} is running already")
+            raise EngineRefused(f"request_id: got {request_id!r}, which is running; use another id")
         self._spans[request_id] = []
         try:
             prompt_ids = [int(token) for token in prompt]
@@ -199,8 +198,8 @@ class VllmEngine:
             self._digests.found |= {name: bytes.fromhex(found) for name, found in arrived.items()}
             self._note_spans()
             self.version = version
-            # keys and values of the old weights must not serve new requests; where running requests hold some, these
-            # are computed anew
+            # the old weights' keys and values must not be used for new requests; those of running requests are computed
+            # again
             if not await self._llm.reset_prefix_cache():
                 await self._llm.reset_prefix_cache(reset_running_requests=True)
         except Exception as error:
@@ -228,7 +227,7 @@ class VllmEngine:
 
     def pause(self, mode: Literal["abort", "keep"] = "keep") -> None:
         if mode not in ("abort", "keep"):
-            raise EngineRefused(f"pause mode {mode!r}: expected abort or keep")
+            raise EngineRefused(f"mode: got {mode!r}, expected abort or keep")
         self._paused = True
         self._run(self._pause(mode))
 
@@ -252,12 +251,14 @@ class VllmEngine:
 
     def set_draft_schedule(self, schedule: Mapping[str, int]) -> None:
         if self.rollout.draft_schedule is None:
-            raise EngineRefused("draft lengths can change where rollout.draft_schedule is set; this engine has none")
+            raise EngineRefused(
+                "draft schedule: the engine was started without one; set rollout.draft_schedule to start it with one"
+            )
         most = max(entry.k for entry in parse(schedule))
         if most > self.rollout.num_speculative_tokens:
             raise EngineRefused(
-                f"a schedule of {most} draft tokens: the engine was started with rollout.num_speculative_tokens="
-                f"{self.rollout.num_speculative_tokens}"
+                f"draft schedule: got {most} draft tokens, expected at most rollout.num_speculative_tokens="
+                f"{self.rollout.num_speculative_tokens}, with which the engine was started"
             )
         lengths = draft_length.lookup(schedule, self.rollout.max_num_seqs)
         self._run(self._llm.engine_core.call_utility_async(draft_length.METHOD, lengths))
@@ -270,7 +271,7 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             if all(process.is_alive() for process in self._processes):
-                self._log.unlink(missing_ok=True)  # kept only where it tells of a death
+                self._log.unlink(missing_ok=True)  # kept only if it shows why the engine died
             self._loop.call_soon_threadsafe(llm.shutdown, SHUTDOWN_S)
             for process in self._processes:
                 process.join(timeout=20)
@@ -331,7 +332,7 @@ class VllmEngine:
     def _obituary(self, error: Exception) -> str:
         reason = last_error(self._log) or _root(error)
         for process in self._processes:
-            process.join(timeout=2)  # it may still be on its way out
+            process.join(timeout=2)  # it may still be ending
             if process.exitcode is not None and process.exitcode < 0:
                 reason = f"process {process.pid} was killed by signal {-process.exitcode}"
         return f"vLLM's engine died: {reason}{self._see_log()}"

@@ -1,7 +1,7 @@
-"""Environment of the engine's processes, set here and nowhere else.
+"""Environment variables of the engine's processes, set only here.
 
-A spawned process reads its environment once, at the start: the values stand only while the engine is being started,
-and the caller's own environment is restored after. A value that the user has set is left alone.
+A spawned process reads its environment once, at its start. So the values are set only while the engine starts, and the
+caller's environment is restored afterwards. A value that the user has set is not changed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from bebop.engines.vllm_engine.fixes import PLAIN_WEIGHTS_ENV
 from bebop.processes import end_with_parent
 
 PARENT_ENV = "BEBOP_ENGINE_PARENT"  # process id of the engine's owner
-LOG_ENV = "BEBOP_ENGINE_LOG"  # file that the engine process writes its output to
+LOG_ENV = "BEBOP_ENGINE_LOG"  # file to which the engine process writes its output
 V2_RUNNER_ENV = "VLLM_USE_V2_MODEL_RUNNER"
 GENERAL = {
-    # One runner everywhere, the one that GRPO needs: the V2 runner keeps its drafter where verl 0.9.1 does not look and
-    # would never sync it. Its sampler is another: what doctor, eval and bench measure on it would say nothing of RL.
+    # The same runner everywhere, the one that GRPO needs: verl 0.9.1 does not find the V2 runner's drafter and would
+    # never sync it. V2 also has another sampler, so results of doctor, eval and bench on it would not hold for RL.
     V2_RUNNER_ENV: "0",
     "HF_HUB_OFFLINE": "1",  # policies are directories on disk
     "VLLM_NO_USAGE_STATS": "1",
@@ -31,26 +31,26 @@ GENERAL = {
 }
 CPU = {
     PLAIN_WEIGHTS_ENV: "1",  # weights are updated in place
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # another stage may run beside the engine
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # another stage may run at the same time
     "TORCH_COMPILE_DISABLE": "1",
-    # one process less to start: the worker lives in the engine core, whose OpenMP variables are set here
+    # one process less to start: the worker runs in the engine core, whose OpenMP variables are set here
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 
 
 def missing(wanted: dict[str, str]) -> dict[str, str]:
-    """Those of `wanted` that the user has not set."""
+    """The variables in `wanted` that the user has not set."""
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def cpu_environment() -> dict[str, str]:
-    """Variables of an engine process on a CPU, with libiomp5 preloaded where it is installed."""
+    """Variables of an engine process on a CPU, with libiomp5 preloaded if it is installed."""
     library = intel_openmp()
     return CPU | ({"LD_PRELOAD": str(library)} if library else {})
 
 
 def intel_openmp() -> Path | None:
-    """libiomp5.so of this Python environment, where it is installed: vLLM's CPU drafting is slow without it."""
+    """libiomp5.so of this Python environment, or None. vLLM's CPU drafting is slow without it."""
     found = Path(sys.prefix) / "lib" / "libiomp5.so"
     return found if found.exists() else None
 
@@ -75,7 +75,7 @@ def enter_engine_process() -> None:
 
 
 def last_error(log: Path) -> str | None:
-    """The exception that an engine process died of, out of its log: the last line such as `ValueError: text`."""
+    """The exception that ended an engine process, from its log: the last line such as `ValueError: text`."""
     if not log.is_file():
         return None
     found = re.findall(
@@ -86,7 +86,7 @@ def last_error(log: Path) -> str | None:
 
 @contextmanager
 def applied(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for the duration of the block."""
+    """Set environment variables during the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

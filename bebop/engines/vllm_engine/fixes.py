@@ -1,18 +1,18 @@
-"""Corrections to the installed vLLM, each with the upstream fault, the versions it was checked on, and its switch.
+"""Fixes for the installed vLLM, each with the upstream fault, the versions it was checked on, and its switch.
 
-| patch         | where | upstream fault                                                                             |
-|---------------|-------|--------------------------------------------------------------------------------------------|
-| expand_batch  | CPU   | temperatures are cast to int64 for draft tokens: speculation at T != 1 is biased           |
-| plain_weights | CPU   | weights are packed for its kernels: no update reaches them (bebop...vllm_engine.plain)     |
-| request_stats | any   | counts moved to CompletionOutput; verl 0.9.1 reads them from RequestOutput.metrics         |
-| seeded_drafts | any   | drafts come from the engine's random stream: a request's seed does not fix its tokens      |
-| head_rotary   | CPU   | queries of DeepSeek's attention are turned wrongly: the policy served is not the one given |
-| text_only     | any   | Qwen3.5 without eyes does not load without torchvision, for a function of its images       |
-| cpu_draws     | CPU   | every draw takes a random number per token of the vocabulary: most of a large batch   |
-| padded_drafts | any   | where a prompt of one token joins, all drafts of the batch are judged as certain: biased   |
-| draft_lengths | any   | draft lengths by batch size are fixed at the start: timing every k takes an engine each |
+| patch         | where | upstream fault                                                                               |
+|---------------|-------|----------------------------------------------------------------------------------------------|
+| expand_batch  | CPU   | temperatures are cast to int64 for draft tokens: speculation at T != 1 is biased             |
+| plain_weights | CPU   | weights are packed for CPU kernels, and updates do not reach them (see plain.py)             |
+| request_stats | any   | counts moved to CompletionOutput; verl 0.9.1 reads them from RequestOutput.metrics           |
+| seeded_drafts | any   | drafts use the engine's random stream: a request's seed does not determine its tokens        |
+| head_rotary   | CPU   | queries of DeepSeek's attention are rotated wrongly: another policy is served                |
+| text_only     | any   | text-only Qwen3.5 fails to load without torchvision, because an image helper is imported     |
+| cpu_draws     | CPU   | sampling takes a random number per token of the vocabulary: slow in large batches            |
+| padded_drafts | any   | if a one-token prompt joins, the batch's draft distributions are lost: sampling is biased    |
+| draft_lengths | any   | draft lengths by batch size are fixed at the start: timing each k would need its own engine  |
 
-vLLM is imported only inside functions: this module is read in every vLLM process, and by tests without it.
+vLLM is imported only inside functions: every vLLM process reads this module, and so do tests without vLLM.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from bebop.errors import PatchRefused
 
 logger = logging.getLogger("bebop.engines")
 
-FIXES_ENV = "BEBOP_ENGINE_FIXES"  # "0": leave vLLM as it came
-PLAIN_WEIGHTS_ENV = "BEBOP_KEEP_PLAIN_WEIGHTS"  # "1": CPU layers keep plain weights, which updates reach
+FIXES_ENV = "BEBOP_ENGINE_FIXES"  # "0": do not change vLLM
+PLAIN_WEIGHTS_ENV = "BEBOP_KEEP_PLAIN_WEIGHTS"  # "1": CPU layers keep plain weights, so that updates reach them
 KNOWN_VERSIONS = ("0.31.0",)  # the faults and their fixes were reproduced on these
 
 _MARK = "_bebop_patch"
@@ -56,7 +56,7 @@ class RequestSpecDecodeStats:
 
 @dataclass(frozen=True)
 class Patch:
-    """name: its key in the status; lossless: speculation is biased without it; wanted: whether to apply it here."""
+    """name: key in the status; lossless: speculation is biased without it; wanted: whether to apply it here."""
 
     name: str
     lossless: bool
@@ -90,7 +90,7 @@ def _apply_expand_batch() -> None:
 def _apply_request_stats() -> None:
     """Set `RequestOutput.metrics.request_spec_decode_stats` from `CompletionOutput.spec_decode_metrics`.
 
-    vLLM >= 0.30 reports a finished request's counts on its completion; verl 0.9.1 looks for them on the metrics.
+    vLLM >= 0.30 puts a finished request's counts on its completion; verl 0.9.1 reads them from the metrics.
     """
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.metrics.stats import RequestStateStats
@@ -111,10 +111,10 @@ def _apply_request_stats() -> None:
 
 
 def _apply_seeded_drafts() -> None:
-    """Let a request that has a seed draw its drafts from its own generator, as it does everything else.
+    """Sample the drafts of a request with a seed from its own generator, as all its other tokens.
 
     vLLM 0.31.0 (`vllm/v1/spec_decode/llm_base_proposer.py`, `compute_probs_and_sample_next_token`: "TODO: Consider
-    seeds") draws all drafts from the global stream. The distribution of a draft stays what it was.
+    seeds") samples all drafts from the global stream. The distribution of a draft does not change.
     """
     from vllm.v1.spec_decode import llm_base_proposer
 
@@ -133,7 +133,7 @@ def _apply_seeded_drafts() -> None:
 def redraw_seeded(
     tokens: torch.Tensor, probs: torch.Tensor, generators: dict[int, torch.Generator], temperature: torch.Tensor
 ) -> None:
-    """Draw anew, in place, the token of every request that has a generator, from the same distribution.
+    """Sample the token of every request that has a generator again, in place, from the same distribution.
 
     tokens: [B] ids; probs: [B, V] draft distributions; temperature: [B], requests at 0 stay greedy.
     """
@@ -144,12 +144,12 @@ def redraw_seeded(
 
 
 def _apply_padded_drafts() -> None:
-    """Give a draft without a distribution one of zeros, by which it is rejected and its token drawn from the target.
+    """Give a draft without a distribution one of zeros, so that it is rejected and its token sampled from the target.
 
-    vLLM 0.31.0 pads a request whose first step computes one token with draft ids of -1 where others are decoding
-    (`pad_spec_decode` in its scheduler). These have no row in the cache of draft distributions, for which
-    `GPUModelRunner._get_spec_decode_draft_probs` drops the rows of the whole batch: drafts that were sampled are then
-    accepted with p in place of p / q. Can go when it keeps them (vllm-project/vllm#44869 makes it an error).
+    If a request's first step computes one token while others decode, vLLM 0.31.0 pads it with draft ids of -1
+    (`pad_spec_decode` in its scheduler). These have no row in the cache of draft distributions. Then
+    `GPUModelRunner._get_spec_decode_draft_probs` drops the rows of the whole batch, and sampled drafts are accepted
+    with p instead of p / q. Can go when vLLM keeps the rows (vllm-project/vllm#44869 makes it an error).
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -168,10 +168,10 @@ def _apply_padded_drafts() -> None:
 def draft_rows(
     probs: torch.Tensor, drafted: Sequence[str], requests: Sequence[str], num_draft_tokens: Sequence[int]
 ) -> torch.Tensor | None:
-    """Distributions [N, V] of the draft tokens of a batch, request by request; None where it has no draft.
+    """Distributions [N, V] of the draft tokens of a batch, request by request; None if there is no draft.
 
-    probs: [B, K, V] of the requests `drafted`, [B], at the step before; requests, num_draft_tokens: [R], those of the
-    batch now and how many draft tokens each has, N in all. A request that was not drafted for gets zeros.
+    probs: [B, K, V] of the requests `drafted`, [B], in the previous step; requests, num_draft_tokens: [R], the requests
+    of the batch now and their numbers of draft tokens, N in total. A request without a draft gets zeros.
     """
     row_of = {request: row for row, request in enumerate(drafted)}
     rows = []
@@ -183,7 +183,7 @@ def draft_rows(
 
 
 def _apply_head_rotary() -> None:
-    """The CPU operator takes [T, heads, width] for [T, heads * width] with wrong strides; it is given the latter."""
+    """The CPU operator reads [T, heads, width] with the wrong strides, so it gets [T, heads * width]."""
     from vllm import _custom_ops
 
     stock = _custom_ops.rotary_embedding
@@ -200,14 +200,14 @@ def _apply_head_rotary() -> None:
 
 
 def _apply_text_only() -> None:
-    """vLLM's qwen2_vl.py and qwen3_vl.py, which qwen3_5.py stands on, take `smart_resize` from a file of transformers
-    that imports torchvision; the file beside it, for PIL, has the same function."""
+    """vLLM's qwen2_vl.py and qwen3_vl.py, which qwen3_5.py imports, import `smart_resize` from a file of transformers
+    that needs torchvision. Transformers' file for PIL has the same function."""
     package = "transformers.models.qwen2_vl"
     sys.modules[f"{package}.image_processing_qwen2_vl"] = _StandIn(f"{package}.image_processing_pil_qwen2_vl")
 
 
 class _StandIn(types.ModuleType):
-    """A module that is imported when something of it is asked for."""
+    """A module that is imported at its first use."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -216,7 +216,7 @@ class _StandIn(types.ModuleType):
 
 
 def stats_of(counted: Any) -> RequestSpecDecodeStats:
-    """Counts of vLLM's RequestSpecDecodeMetrics, whose `histogram[j]` says how many drafts had exactly j accepted."""
+    """Counts of vLLM's RequestSpecDecodeMetrics: its `histogram[j]` is the number of drafts with j accepted tokens."""
     histogram = list(counted.histogram)
     return RequestSpecDecodeStats(
         num_draft_tokens=int(counted.num_draft_tokens),
@@ -269,17 +269,17 @@ def apply_all() -> dict[str, str]:
 
 
 def require(version: str | None = None) -> None:
-    """Raise PatchRefused where bebop's own engine may not start: losslessness is unproven on this vLLM."""
+    """Raise PatchRefused if losslessness is unproven on this vLLM, so that bebop's engine must not start."""
     version = version or installed_version()
     if version not in KNOWN_VERSIONS and os.environ.get(FIXES_ENV, "1") != "0":
         raise PatchRefused(
-            f"vllm {version} is installed; bebop's checks of lossless speculation cover {', '.join(KNOWN_VERSIONS)}: "
-            f"install one of these, or set {FIXES_ENV}=0 to run it unproven"
+            f"vllm: got version {version}, expected {' or '.join(KNOWN_VERSIONS)}, on which lossless speculation was "
+            f"checked; install that, or set {FIXES_ENV}=0 to run without proof"
         )
 
 
 def expand_keeps_floats() -> bool:
-    """Whether this process's `expand_batch_to_tokens` keeps fractions. Only the engine's worker can answer."""
+    """Whether `expand_batch_to_tokens` keeps fractions in this process. Only the engine's worker can tell."""
     from vllm.v1.sample import rejection_sampler
 
     device = "cpu" if on_cpu() else "cuda"

@@ -1,17 +1,17 @@
-"""Weights on a CPU stay as they were loaded, so that an update reaches them.
+"""Keeps weights on a CPU as they were loaded, so that updates reach them.
 
-vLLM 0.31.0 packs weights for its CPU kernels after the first load, in place or with the plain ones thrown away, and
-has no way back for an update: a linear layer fails (`loaded weight (64,128) into parameter (0)`), experts and the
-convolution of a gated delta net take plain numbers for packed ones, silently.
+vLLM 0.31.0 packs weights for its CPU kernels after the first load, in place or without keeping the plain ones, and an
+update cannot undo that. A linear layer fails (`loaded weight (64,128) into parameter (0)`). Experts and the convolution
+of a gated delta net silently treat the plain numbers as packed ones.
 
 | layer               | here                                                                                   |
 |---------------------|----------------------------------------------------------------------------------------|
-| linear              | multiplies by the weight it holds                                                      |
-| experts             | parameters stay plain; what is packed is a copy, made again after each update          |
-| convolution         | the packed weight's loader packs what it is given                                      |
-| DeepSeek's kv_b_proj| kept where AMX packs it (that path has not been run: the developers' CPUs have no AMX) |
+| linear              | multiplies by the plain weight                                                         |
+| experts             | parameters stay plain; a packed copy is made again after each update                   |
+| convolution         | the packed weight's loader packs the new weight                                        |
+| DeepSeek's kv_b_proj| kept if AMX packs it (that path has not been run: the developers' CPUs have no AMX)    |
 
-The copies take the experts' memory twice. vLLM is imported only inside functions.
+The copies double the experts' memory. vLLM is imported only inside functions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 
 def apply(replace: Callable[[Any, str, Callable], None]) -> None:
-    """Put all of it in place. replace: as `bebop.engines.vllm_engine.fixes` does, once."""
+    """Apply all of this. replace: the function of `bebop.engines.vllm_engine.fixes` that replaces an attribute once."""
     _keep_linears(replace)
     _keep_experts(replace)
     _keep_latent(replace)

@@ -1,8 +1,8 @@
 """Entry point of the `vllm.general_plugins` group: vLLM calls `register` in every process that it starts.
 
-It must stay cheap and must never break a vLLM that has nothing to do with bebop: what does not fit the installed
-version is left alone with one log line, and bebop's own engine refuses to start instead (`fixes.require`).
-`BEBOP_ENGINE_FIXES=0` switches the fixes off.
+It must be cheap, and must never break a vLLM that is used without bebop. A fix that does not fit the installed version
+is skipped with one log line; then only bebop's own engine refuses to start (`fixes.require`). `BEBOP_ENGINE_FIXES=0`
+switches the fixes off.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ logger = logging.getLogger("bebop.engines")
 
 
 def register() -> None:
-    """Let vLLM serve bebop's policies, and apply the fixes that it needs here. Safe to call any number of times.
+    """Register bebop's policies with vLLM, and apply the needed fixes. Safe to call any number of times.
 
-    The policies are those of family `decoder` (registration.py), and MiMo as published, whose config transformers
-    learns from bebop.mtp; without that, vLLM would take the checkpoint's own code to read it.
+    The policies are those of family `decoder` (registration.py), and MiMo as published: bebop.mtp registers its config
+    with transformers, so that vLLM need not run the checkpoint's own code.
     """
     import bebop.mtp.mimo  # noqa: F401
     from bebop.engines.vllm_engine import fixes, registration

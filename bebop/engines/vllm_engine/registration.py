@@ -1,4 +1,4 @@
-"""What vLLM is told about family `decoder`: which classes serve a directory of it, and that it has a drafter.
+"""Registers family `decoder` with vLLM: the classes that serve its directories, and its drafter.
 
 | config.json of the directory          | target                             | drafter              |
 |---------------------------------------|------------------------------------|----------------------|
@@ -6,9 +6,9 @@
 | `[LlamaForCausalLM]` and the like,    | vLLM's own, without the tensors    | `DecoderMTP`, around |
 | `num_nextn_predict_layers: 1`         | `mtp.*` (bebop...decoder_models)   | the target's layer   |
 
-A family with `served_by_bebop` (bebop.mtp.families) is all that a further decoder takes: vLLM's module has the name of
-the model type, its classes are `<Class>ForCausalLM` and `<Class>DecoderLayer`. Classes are named by
-strings, so that a process imports vLLM's model code only for the policy that it serves.
+To add a decoder, a family with `served_by_bebop` (bebop.mtp.families) is enough: vLLM's module has the name of the
+model type, and its classes are `<Class>ForCausalLM` and `<Class>DecoderLayer`. Classes are given as strings, so that a
+process imports vLLM's model code only for the policy that it serves.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from bebop.mtp.families import DECODER, MIMO, served_by_bebop
 logger = logging.getLogger("bebop.engines")
 
 MODELS = "bebop.engines.vllm_engine.decoder_models"
-DRAFTER = "BebopDecoderMTP"  # in `architectures` of the draft's config, in memory alone
+DRAFTER = "BebopDecoderMTP"  # in `architectures` of the draft's config, only in memory
 STOCK = "vllm.model_executor.models"
 
 
 def has_heads(config: Any) -> bool:
-    """Whether transformers' config is of a policy with heads of family `decoder`."""
+    """Whether a transformers config belongs to a policy with heads of family `decoder`."""
     named = getattr(config, "architectures", None) or []
     of_family = type(config).model_type in served_by_bebop() and MIMO.architecture not in named
     return of_family and bool(getattr(config, DECODER.count_key, 0))
 
 
 def hf_config_override(config: Any) -> Any:
-    """In place of SpeculativeConfig's: the draft's config from the target's. At module level, for it is pickled."""
+    """Replaces SpeculativeConfig's: the draft's config from the target's. At module level, because it is pickled."""
     if not has_heads(config):
         return hf_config_override.stock(config)  # type: ignore[attr-defined]
-    # `mtp` is the model type that vLLM knows drafters by; layer 0 alone is served, K times
+    # vLLM recognises drafters by the model type `mtp`; only layer 0 is served, K times
     config.update({"model_type": "mtp", "n_predict": 1, "architectures": [DRAFTER]})
     return config
 
 
 def register() -> None:
-    """Register the classes. Safe to call any number of times; what another plug-in registered is left to it."""
+    """Register the classes. Safe to call any number of times; does not replace another plug-in's classes."""
     from vllm import ModelRegistry
     from vllm.config.speculative import SpeculativeConfig
 

@@ -1,4 +1,4 @@
-"""The acceptance rules that vLLM serves, in its own terms."""
+"""The acceptance rules that vLLM supports, as vLLM's settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rule_methods(rollout: RolloutSection) -> tuple[str, str]:
     """vLLM's draft_sample_method and rejection_sample_method. Raises EngineRefused for other rules."""
     if rollout.rule not in SERVED_RULES:
         raise EngineRefused(
-            f"rollout.rule: got {rollout.rule}, but rollout.engine=vllm serves only {', '.join(SERVED_RULES)}; "
+            f"rollout.rule: got {rollout.rule}, but rollout.engine=vllm supports only {', '.join(SERVED_RULES)}; "
             "set rollout.engine=torch, or one of these rules"
         )
     return SERVED_RULES[rollout.rule]

@@ -1,10 +1,10 @@
-"""Draws by inverse CDF, for vLLM on a CPU.
+"""Sampling by inverse CDF, for vLLM on a CPU.
 
-vLLM draws a token as argmax_v p_v / e_v with an exponential number e_v for every token of the vocabulary. On a CPU
-these numbers are most of the time of a step (217 ms in a batch of 64 at V = 49,152), and speculation draws once more
-for each depth and once for the residual. Here a draw is one uniform u and the first token whose cumulative weight
-exceeds u times the total: 12 ms there. Sums are float64; a token without weight is never drawn. vLLM 0.31.0; can go
-when its CPU path stops drawing V numbers.
+vLLM samples a token as argmax_v p_v / e_v, with an exponential random number e_v for every token of the vocabulary. On
+a CPU, making these numbers is most of the time of a step (217 ms in a batch of 64 at V = 49,152), and speculation
+samples once more for each depth and once for the residual. Here one uniform number u gives the first token whose
+cumulative weight exceeds u times the total: 12 ms in that batch. Sums are float64; a token of weight 0 is never
+sampled. For vLLM 0.31.0; can go when its CPU path stops making V numbers.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS = 64  # drawn together: what bounds the float64 copy
+ROWS = 64  # rows sampled together; bounds the float64 copy
 GREEDY = 1e-5  # vLLM's own limit
 
 
 def draw(weights: Tensor, generators: Mapping[int, torch.Generator]) -> Tensor:
     """One index per row, in proportion to its weights.
 
-    weights: [N, V] >= 0, float32; generators: row -> its own random stream, torch's global one for the others. Returns
-    [N] long. A row without any weight gives V - 1.
+    weights: [N, V] >= 0, float32; generators: row -> its own random stream; other rows use torch's global one. Returns
+    [N] long. A row whose weights are all 0 gives V - 1.
     """
     uniform = torch.rand(weights.shape[0], 1, dtype=torch.float64)
     for row, generator in generators.items():
@@ -34,16 +34,16 @@ def draw(weights: Tensor, generators: Mapping[int, torch.Generator]) -> Tensor:
     for block, u in zip(weights.split(ROWS), uniform.split(ROWS), strict=True):
         cumulative = block.cumsum(-1, dtype=torch.float64)
         total = cumulative[:, -1:]
-        # u * total may be rounded up to the total, above which there is no token
+        # u * total may be rounded up to the total, and no token is above it
         point = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
         drawn.append(torch.searchsorted(cumulative, point, right=True).squeeze(-1))
     return torch.cat(drawn).clamp_(max=weights.shape[1] - 1)
 
 
 def draft_tokens(logits: Tensor, sampling_metadata: Any, use_fp64_gumbel: bool = False) -> tuple[Tensor, Tensor]:
-    """Draft tokens [B] and the distributions [B, V] that they were drawn from; logits: [B, V].
+    """Draft tokens [B] and the distributions [B, V] from which they were sampled; logits: [B, V].
 
-    In place of vLLM's `compute_probs_and_sample_next_token`, which gives seeded requests no draws of their own.
+    Replaces vLLM's `compute_probs_and_sample_next_token`, which does not use the generators of seeded requests.
     """
     if sampling_metadata.all_greedy:
         return logits.argmax(dim=-1), logits
@@ -66,10 +66,10 @@ def recovered_tokens(
     device: torch.device,
     use_fp64_gumbel: bool = False,
 ) -> Tensor:
-    """For each draft token the token that replaces it if it is rejected, drawn from norm(max(0, p - q)).
+    """For each draft token, the token that replaces it if it is rejected, sampled from norm(max(0, p - q)).
 
-    draft_token_ids: [N], -1 where a request was padded and has none; target_probs: [N, V]; draft_probs: [N, V], None
-    where drafts are certain (q is 1 on them).
+    draft_token_ids: [N], -1 for the padding of a request without a draft; target_probs: [N, V]; draft_probs: [N, V];
+    None for deterministic drafts (q is 1 at the draft token).
     """
     if not len(draft_token_ids):
         return torch.empty_like(draft_token_ids)
@@ -87,7 +87,7 @@ def recovered_tokens(
 
 
 def apply(replace: Callable[[Any, str, Callable], None]) -> None:
-    """Put the functions in place of vLLM's. Raises AttributeError where vLLM has no such function."""
+    """Replace vLLM's functions by these. Raises AttributeError if vLLM has no such function."""
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.spec_decode import llm_base_proposer

@@ -1,8 +1,8 @@
-"""What bebop adds to vLLM's worker: new weights for the model and its drafter while they run, in checkpoint names.
+"""Extends vLLM's worker: updates the weights of the running model and its drafter, by checkpoint names.
 
-Every tensor goes through the `load_weights` that vLLM reads checkpoints with, so names, fusing, padding and shards are
-vLLM's own affair, for every family. Heads are given to the drafter one by one: what it skips is then known.
-Called through `collective_rpc`; tensors travel as a safetensors file, or as verl's stream (bebop.rl.rollout).
+Every tensor goes through the `load_weights` with which vLLM reads checkpoints, so vLLM itself handles names, fusing,
+padding and shards, for every family. The drafter gets the heads one by one, so that tensors it skips are noticed.
+Called through `collective_rpc`; tensors are sent as a safetensors file, or as verl's stream (bebop.rl.rollout).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ ONE_EXPERT = re.compile(r".*\bexperts\.\d+\.")
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker by `worker_extension_cls`."""
+    """Added to vLLM's worker by `worker_extension_cls`."""
 
     _bebop_layout: Layout | None = None
     _bebop_held: int | None = None  # fingerprint of the drafter's own parameters after the last update
 
     def bebop_update(self, path: str) -> dict[str, str]:
-        """Load the tensors of a safetensors file; digest of each as it arrived."""
+        """Load the tensors of a safetensors file. Returns the digest of each as it arrived."""
         from safetensors.torch import load_file
 
         loading = self.bebop_loading(sampled=False)
@@ -37,13 +37,13 @@ class WorkerExtension:
         return {name: found.hex() for name, found in loading.digests.found.items()}
 
     def bebop_loading(self, *, sampled: bool | None = None) -> Loading:
-        """An update of what this worker serves; call `finish` when all is added. sampled: see `Digests`."""
+        """Start an update of this worker's weights; call `finish` after the last tensor. sampled: see `Digests`."""
         if self._bebop_layout is None:
             self._bebop_layout = Layout(Path(self.model_runner.vllm_config.model_config.model))
         return Loading(self, Digests(self._bebop_layout, sampled=sampled))
 
     def bebop_state(self) -> dict[str, Any]:
-        """What the engine's process really runs: status of each fix, and whether temperatures survive as floats."""
+        """State of the engine's process: the status of each fix, and whether temperatures stay floats."""
         from bebop.engines.vllm_engine import fixes
 
         return {"fixes": fixes.apply_all(), "expand_keeps_floats": fixes.expand_keeps_floats()}
@@ -65,11 +65,11 @@ class Loading:
 
     @torch.no_grad()
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load tensors by checkpoint name. Raises ValueError on values that are not finite, vLLM's own errors else."""
+        """Load tensors by checkpoint name. Raises ValueError for a NaN or an infinity, and vLLM's own errors."""
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
         layout, backbone = self.digests.layout, []
-        with disable_mtp_completeness_check():  # DeepSeek's drafter refuses a part without its tensors
+        with disable_mtp_completeness_check():  # DeepSeek's drafter rejects a part without all its tensors
             for name, tensor in tensors:
                 check_finite(name, tensor)
                 self.digests.note(name, tensor)
@@ -82,17 +82,17 @@ class Loading:
                     backbone.append((name, tensor))
             if backbone:
                 self.model.load_weights(iter(backbone))
-                if self.drafter is not None:  # its embedding and output matrix, where they are not the model's own
+                if self.drafter is not None:  # its embedding and output matrix, if they are not the model's own
                     self.drafter.load_weights(iter(backbone))
 
     def finish(self) -> None:
-        """Let vLLM derive what it computes from weights. Raises HeadsDiffer where heads were skipped or changed by
-        themselves."""
+        """Let vLLM update the tensors that it derives from weights. Raises HeadsDiffer if head tensors were skipped, or
+        changed without an update."""
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
         if self.loaded < self.sent:
             raise HeadsDiffer(
-                f"{self.loaded} of {self.sent} head tensors were loaded: the engine's drafter is "
+                f"heads: {self.loaded} of {self.sent} sent tensors were loaded; the engine's drafter is "
                 f"{type(self.drafter).__name__ if self.drafter is not None else 'missing'}"
             )
         config = self.worker.model_runner.vllm_config
@@ -102,7 +102,7 @@ class Loading:
             process_weights_after_loading(self.drafter, draft_config, self.worker.device)
         held = self._held()
         if not self.sent and held != self.worker._bebop_held:
-            raise HeadsDiffer("the drafter's own parameters changed in an update that brought no head tensor")
+            raise HeadsDiffer("heads: the drafter's own parameters changed in an update without head tensors")
         self.worker._bebop_held = held
 
     def _load_head(self, name: str, tensor: Tensor) -> bool:
@@ -112,7 +112,7 @@ class Loading:
         return bool(loaded) or (self.by_rank and ONE_EXPERT.match(name) is not None)  # another rank's expert
 
     def _held(self) -> int:
-        """Fingerprint of what the drafter shares with no other module, on this rank."""
+        """Fingerprint of the parameters that only the drafter has, on this rank."""
         if self.drafter is None:
             return 0
         shared = {parameter.data_ptr() for parameter in self.model.parameters()}
@@ -123,6 +123,6 @@ def _require_plain(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.numel() == 0:
             raise BadInput(
-                f"{name} is packed by vLLM and cannot be updated: the engine's plain_weights fix is off "
-                "(BEBOP_KEEP_PLAIN_WEIGHTS=1, BEBOP_ENGINE_FIXES not 0)"
+                f"{name}: vLLM has packed it, so it cannot be updated; set BEBOP_KEEP_PLAIN_WEIGHTS=1, and do not set "
+                "BEBOP_ENGINE_FIXES=0"
             )
