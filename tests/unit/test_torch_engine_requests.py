@@ -54,7 +54,7 @@ def test_drafts_are_counted_by_depth():
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ((), "prompt: got 0 tokens"),
+        ((), "got 0 tokens"),
         ((1,) * 16, r"got 16 tokens, expected fewer than rollout\.max_model_len=16"),
         ((1, 30), r"got token 30, expected ids in \[0, 30\)"),
         ((1.7,), r"got \(1\.7,\), expected a sequence of token ids"),
