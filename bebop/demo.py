@@ -25,7 +25,7 @@ def run(config: DemoConfig, run_dir: Path) -> int:
     from bebop.policies import prepare_policy
 
     with _clock(run_dir, "policy"):
-        prepare_policy(config.model, config.seed)
+        prepare_policy(config.model, config.seed, max_model_len=config.rollout.max_model_len)
     with _clock(run_dir, "heads"):
         heads = sft.run(_part(SftConfig, config), run_dir)
     with _clock(run_dir, "grpo"):

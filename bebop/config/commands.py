@@ -6,14 +6,16 @@ below. An unknown key, a wrong value or contradictory keys raise an error of one
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from bebop import registry
 from bebop.config.bench import Bench
 from bebop.config.data import Data
 from bebop.config.heads import Loss, Sft
+from bebop.config.limits import check_lengths, check_numbers, check_temperatures
 from bebop.config.members import check_members
 from bebop.config.messages import one_line
 from bebop.config.policy import Model
@@ -27,9 +29,21 @@ class Logger(Section):
     # Weights & Biases mode; offline needs no network and no key
     wandb: Literal["offline", "online", "disabled"] = "offline"
     # project in Weights & Biases: at most 128 characters, none of them / \\ # ? % or :
-    project: str = Field("bebop", min_length=1, max_length=128, pattern=r"^[^/\\#?%:]+$")
-    # name of the run in Weights & Biases; null: the name of the run folder
+    project: str = "bebop"
+    # name of the run in Weights & Biases, at most 128 characters; null: the name of the run folder
     name: str | None = None
+
+    @field_validator("project", "name")
+    @classmethod
+    def _wandb_takes_it(cls, value: str | None, info: ValidationInfo) -> str | None:
+        odd = r"[\x00-\x1f/\\#?%:]" if info.field_name == "project" else r"[\x00-\x1f]"
+        if value is not None and (not value.strip() or len(value) > 128 or re.search(odd, value)):
+            without = "control characters" + (r" and / \ # ? % :" if info.field_name == "project" else "")
+            raise BadInput(
+                f"logger.{info.field_name}: got {value!r:.140} ({len(value)} characters), expected 1 to 128 characters "
+                f"without {without}"
+            )
+        return value
 
 
 class Doctor(Section):
@@ -51,6 +65,7 @@ class Doctor(Section):
                 f"doctor.engine_fixes: got false with doctor.engine={self.engine}, but the fixes are for vLLM; "
                 "set doctor.engine=vllm"
             )
+        check_temperatures(self.engine, self.temperatures, "doctor.temperatures")
         return self
 
 
@@ -78,7 +93,10 @@ class SftConfig(Run):
     @model_validator(mode="after")
     def _sections_agree(self) -> SftConfig:
         check_depth(self.rollout, self.sft.depth, "sft.depth")
+        if self.data.path is None:  # the limits of a given text are its own
+            check_lengths(self.rollout, self.data, batch_tokens=self.sft.batch_tokens)
         check_sampled(self.rollout, "sft")
+        check_temperatures(self.rollout.engine, [self.rollout.temperature], "rollout.temperature")
         check_untruncated(self.rollout, "sft")
         return self
 
@@ -97,8 +115,10 @@ class GrpoConfig(Run):
     @model_validator(mode="after")
     def _sections_agree(self) -> GrpoConfig:
         check_sampled(self.rollout, "grpo")
+        check_temperatures(self.rollout.engine, [self.rollout.temperature], "rollout.temperature")
         check_untruncated(self.rollout, "grpo")
         check_tasks(self.data, "grpo")
+        check_lengths(self.rollout, self.data)
         return self
 
 
@@ -119,8 +139,10 @@ class DemoConfig(Run):
     def _sections_agree(self) -> DemoConfig:
         check_depth(self.rollout, self.sft.depth, "sft.depth")
         check_sampled(self.rollout, "demo")
+        check_temperatures(self.rollout.engine, [self.rollout.temperature], "rollout.temperature")
         check_untruncated(self.rollout, "demo")
         check_tasks(self.data, "demo")
+        check_lengths(self.rollout, self.data, batch_tokens=self.sft.batch_tokens)
         return self
 
 
@@ -147,6 +169,8 @@ class EvalConfig(Run):
         if self.temperatures is None:
             check_sampled(rollout, "eval")
         check_untruncated(rollout, "eval")
+        check_lengths(rollout, self.data)
+        check_temperatures(rollout.engine, self.swept, "temperatures" if self.temperatures else "rollout.temperature")
         if len(set(self.swept)) < len(self.swept):
             raise ConfigError(f"temperatures: got {self.swept}, expected each temperature once")
         if rollout.speculation == "mtp" and rollout.tree == "none" and rollout.num_speculative_tokens > self.depth:
@@ -174,6 +198,10 @@ class BenchConfig(Run):
     @model_validator(mode="after")
     def _sections_agree(self) -> BenchConfig:
         check_tasks(self.data, "bench")
+        if self.bench.suite != "kernels":
+            check_lengths(self.rollout, self.data)
+        if self.bench.suite == "rollout":
+            check_temperatures(self.rollout.engine, [self.rollout.temperature], "rollout.temperature")
         if self.bench.suite == "tree":
             check_untruncated(self.rollout, "bench tree")
         if self.bench.suite == "rollout" and max(self.bench.batch_sizes) > self.rollout.max_num_seqs:
@@ -271,6 +299,7 @@ def check(command: str, values: dict[str, Any]) -> Run:
         config = model.model_validate(values)
     except ValidationError as error:
         raise ConfigError(one_line(error.errors(), model)) from None
+    check_numbers(config)
     registry.use(config.plugins)
     check_members(config)
     return config

@@ -61,6 +61,17 @@ def read(path: Path) -> dict[str, int]:
     return schedule
 
 
+def check_measured(path: Path, wanted: Mapping[str, Any]) -> None:
+    """Raise where bench measured the schedule in a file under other values of rollout.*: it says which pays there."""
+    content = json.loads(Path(path).read_text())
+    for key, value in wanted.items():
+        if isinstance(content, dict) and content.get(key, value) != value:
+            raise BadInput(
+                f"{KEY}: got {path}, measured with rollout.{key}={content[key]}, but this run has {value}; measure it "
+                "again with bench, or give the ranges themselves"
+            )
+
+
 def text(schedule: Mapping[str, int]) -> str:
     """The schedule in a few characters: `1-16:3 64-128:2 256+:0`."""
     return " ".join(f"{key}:{k}" for key, k in schedule.items())

@@ -22,7 +22,8 @@ def check_numbers(config: BaseModel) -> None:
         if isinstance(value, float) and not abs(value) < LARGEST_FLOAT:
             raise ConfigError(f"{key}: got {value}, expected a number below {LARGEST_FLOAT:g}")
         if isinstance(value, int) and abs(value) > LARGEST_INT:
-            raise ConfigError(f"{key}: got {value:.3g}, expected an integer of at most {LARGEST_INT}")
+            shown = value if value.bit_length() < 100 else f"one of {value.bit_length()} bits"
+            raise ConfigError(f"{key}: got {shown}, expected an integer of at most {LARGEST_INT}")
 
 
 def check_lengths(rollout: RolloutSection, data: Data, *, batch_tokens: int | None = None) -> None:

@@ -26,6 +26,7 @@ RECIPES = ROOT / "recipes"
 VERL_ROOTS = ("actor_rollout_ref", "algorithm", "critic", "reward", "reward_model", "transfer_queue", "ray_kwargs")
 # lists whose entries have keys of their own, as in `data.tasks.0.params.max_terms=2`
 FREE_BELOW = ("data.tasks", "model.tiny.tasks")
+DIGITS = re.compile(r"\d{4000}")  # Python reads at most 4300
 _OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[^=]+?)(?:=(?P<value>.*))?$", re.DOTALL)
 
 
@@ -74,6 +75,8 @@ def parse(command: str, words: list[str]) -> Arguments:
         if match is None or (match["value"] is None and match["sign"] != "~"):
             raise ConfigError(f"got {word!r}, expected key=value")
         key = match["key"]
+        if DIGITS.search(match["value"] or ""):
+            raise ConfigError(f"{key}: got a number of more than 4000 digits, expected a shorter one")
         if key.split(".")[0] == "verl":
             verl.append((match["sign"] or "") + word[len(match["sign"] or "") + len("verl.") :])
         elif key.split(".")[0] in VERL_ROOTS and command in ("grpo", "demo"):

@@ -53,7 +53,7 @@ class Grpo(Section):
     # null: 1e-5 in float32 and 0.1 in bfloat16 on a CPU, 0.01 and 0.5 on a GPU
     probs_diff_limit: float | None = Field(None, gt=0)
     # the run stops if the engine or a worker gives no sign of life for this many seconds
-    watchdog_s: float = Field(60.0, gt=0)
+    watchdog_s: float = Field(60.0, gt=0, le=1e6)
     # a reward function of your own, `module:name` or `path/to/file.py:name`, called with verl's arguments
     # (data_source, solution_str, ground_truth, extra_info). null: the verifiers of data.tasks. Rewards are computed in
     # a box: a process without network and files, with limits on time and memory
@@ -62,7 +62,7 @@ class Grpo(Section):
     # time and memory stay
     reward_sealed: bool = True
     # seconds for the reward of one response; beyond it the reward is 0 and counts as failed
-    reward_timeout_s: float = Field(4.0, gt=0)
+    reward_timeout_s: float = Field(4.0, gt=0, le=1e6)
     # largest share of rewards that may fail over the last 10 steps; the run stops beyond it
     reward_failures_limit: float = Field(0.5, gt=0, le=1)
     # overrides of verl's own config, as on verl's command line; `verl.<key>=<value>` on bebop's command line adds to

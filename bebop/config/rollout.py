@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -55,9 +56,19 @@ class RolloutSection(Section):
     # longest prompt plus response, in tokens
     max_model_len: int = Field(512, ge=16)
     # memory for the KV cache on a CPU, in GiB
-    kv_cache_gib: float = Field(1.0, gt=0)
+    kv_cache_gib: float = Field(1.0, gt=0, le=1e6)
     # fraction of the memory of a GPU
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _schedule_was_measured_for_this(cls, given: Any) -> Any:
+        path = given.get("draft_schedule") if isinstance(given, Mapping) else None
+        if isinstance(path, (str, Path)):
+            schedules.read(Path(path))
+            keys = ("rule", "temperature")
+            schedules.check_measured(Path(path), {key: given.get(key, cls.model_fields[key].default) for key in keys})
+        return given
 
     @field_validator("draft_schedule", mode="before")
     @classmethod

@@ -13,4 +13,4 @@ FilePath = Annotated[Path, Field(strict=False)]
 class Section(BaseModel):
     """A section. The comment above a field says what the key means; docs/config.md is made from these comments."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bebop.errors import BadInput
 from bebop.mtp.checkpoint import INDEX, SINGLE
-from bebop.mtp.families import MIMO, READ_AS, claimed_layers, families, known_family
+from bebop.mtp.families import MIMO, READ_AS, claimed_layers, decoder_config, families, known_family
 from bebop.policies.layout import ARCHITECTURE
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,21 @@ def checked_config(source: Path) -> dict[str, Any]:
     _check_class(source, config)
     _check_files(source)
     return config
+
+
+def check_positions(where: Path | str, config: Mapping[str, Any], max_model_len: int | None) -> None:
+    """Raise BadInput where a text can be longer than the positions that the model was made for."""
+    part = decoder_config(config)
+    positions, rope = part.get("max_position_embeddings"), part.get("rope_parameters") or part.get("rope_scaling") or {}
+    if max_model_len is None or not isinstance(positions, int):
+        return
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or positions
+    scaled = int(factor * original) if isinstance(factor, (int, float)) else 0
+    if max_model_len > max(positions, scaled):
+        raise BadInput(
+            f"rollout.max_model_len: got {max_model_len}, expected at most {max(positions, scaled)}, the positions "
+            f"that the policy is made for (max_position_embeddings, model.path={where})"
+        )
 
 
 def stands(config: Mapping[str, Any]) -> bool:

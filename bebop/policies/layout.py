@@ -18,6 +18,7 @@ from bebop.errors import BadInput
 
 HEAD = "model.mtp_layers.0."
 ARCHITECTURE = "MiMoForCausalLM"
+MAX_POSITIONS = 2048  # of the policies that are made here
 
 
 def config_dict(
@@ -29,7 +30,7 @@ def config_dict(
     intermediate_size: int,
     end_id: int,
     pad_id: int,
-    max_positions: int = 2048,
+    max_positions: int = MAX_POSITIONS,
     dtype: str = "float32",
     mtp: bool = True,
 ) -> dict[str, Any]:

@@ -51,6 +51,7 @@ def prepare_mapped(model: Model, seed: int, *, version: int, max_model_len: int 
         return cached("smollm2", made, _map_smollm2)
     source = Path(str(model.path)).expanduser().resolve()
     raw = checks.checked_config(source)
+    checks.check_positions(source, raw, max_model_len)
     if checks.stands(raw):
         checks.check_tied(source, Tensors(source), tied=bool(decoder_config(raw).get("tie_word_embeddings")))
         return _readable(source, raw, version)

