@@ -94,7 +94,7 @@ class SftConfig(Run):
     def _sections_agree(self) -> SftConfig:
         check_depth(self.rollout, self.sft.depth, "sft.depth")
         if self.data.path is None:  # the limits of a given text are its own
-            check_lengths(self.rollout, self.data, batch_tokens=self.sft.batch_tokens)
+            check_lengths(self.rollout, self.data)
         check_sampled(self.rollout, "sft")
         check_temperatures(self.rollout.engine, [self.rollout.temperature], "rollout.temperature")
         check_untruncated(self.rollout, "sft")
@@ -142,7 +142,7 @@ class DemoConfig(Run):
         check_temperatures(self.rollout.engine, [self.rollout.temperature], "rollout.temperature")
         check_untruncated(self.rollout, "demo")
         check_tasks(self.data, "demo")
-        check_lengths(self.rollout, self.data, batch_tokens=self.sft.batch_tokens)
+        check_lengths(self.rollout, self.data)
         return self
 
 

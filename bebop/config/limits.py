@@ -26,22 +26,14 @@ def check_numbers(config: BaseModel) -> None:
             raise ConfigError(f"{key}: got {shown}, expected an integer of at most {LARGEST_INT}")
 
 
-def check_lengths(rollout: RolloutSection, data: Data, *, batch_tokens: int | None = None) -> None:
-    """Raise where the longest prompt and response do not fit together: an engine would cut the response.
-
-    batch_tokens: sft.batch_tokens, which a sequence must fit in too.
-    """
+def check_lengths(rollout: RolloutSection, data: Data) -> None:
+    """Raise where the longest prompt and response do not fit together: an engine would cut the response."""
     longest = data.max_prompt_tokens + data.max_response_tokens
-    shown = f"data.max_prompt_tokens + data.max_response_tokens = {data.max_prompt_tokens} + {data.max_response_tokens}"
     if longest > rollout.max_model_len:
         raise ConfigError(
-            f"{shown}: got {longest} tokens, expected at most rollout.max_model_len={rollout.max_model_len}; set "
-            f"rollout.max_model_len={longest}, or lower one of them"
-        )
-    if batch_tokens is not None and longest > batch_tokens:
-        raise ConfigError(
-            f"{shown}: got {longest} tokens, expected at most sft.batch_tokens={batch_tokens}; raise that or lower one "
-            "of them"
+            f"data.max_prompt_tokens + data.max_response_tokens = {data.max_prompt_tokens} + "
+            f"{data.max_response_tokens}: got {longest} tokens, expected at most rollout.max_model_len="
+            f"{rollout.max_model_len}; set rollout.max_model_len={longest}, or lower one of them"
         )
 
 

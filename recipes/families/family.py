@@ -124,7 +124,8 @@ def train_heads(policy: Path, run_dir: Path, dtype: str, row: dict[str, Any]) ->
 
     values = {
         "model": {"name": "hf", "path": str(policy), "dtype": dtype},
-        "data": {"tasks": [{"name": "chain_sum"}], "num_prompts": 64, "num_heldout": 64, "max_response_tokens": 48},
+        "data": {"tasks": [{"name": "chain_sum"}], "num_prompts": 64, "num_heldout": 64}
+        | {"max_prompt_tokens": 96, "max_response_tokens": 48},
         "loss": {},
         "sft": {"steps": 40, "eval_every": 40, "save_every": 40, "batch_tokens": 2048, "lr": 3e-3},
         "rollout": {"max_model_len": 160, "max_num_seqs": 32, "kv_cache_gib": 0.25},

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.e2e
 def test_bench_tree_measures_every_variant_and_writes_table_and_plots(tiny_random, tmp_path):
     config = BenchConfig(
         model=Model(name="hf", path=tiny_random),
-        data=Data(tasks=[Task(name="chain_sum")], max_response_tokens=12),
+        data=Data(tasks=[Task(name="chain_sum")], max_prompt_tokens=96, max_response_tokens=12),
         rollout=RolloutSection(max_model_len=128, tree_width=3, tree_depth=3, tree_budget=8),
         bench=Bench(
             suite="tree",

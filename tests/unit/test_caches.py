@@ -150,7 +150,7 @@ def test_sampled_text_is_made_anew_where_another_text_would_come(tmp_path, polic
     names = [
         first,
         name(),
-        name(rollout=RolloutSection(max_model_len=64)),
+        name(rollout=RolloutSection(max_model_len=1024)),
         name(rollout=RolloutSection(engine="torch")),
     ]
     plugin.write_text("# other tasks")
