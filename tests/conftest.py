@@ -30,7 +30,7 @@ def tiny_random(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def verl_on_a_cpu() -> None:
     """verl as a run sets it up; it reads its platform once, when it is first imported."""
-    for name, value in {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "BEBOP_RL": "1"}.items():
+    for name, value in {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}.items():
         os.environ.setdefault(name, value)
     from bebop.rl.verl import plugin
 

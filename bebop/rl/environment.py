@@ -1,13 +1,17 @@
 """Environment of a GRPO run's processes, set here and nowhere else.
 
-Ray's workers and vLLM's engine inherit it from the trainer's process, which `bebop.rl.stage` starts with it. What a
-user has set already is left alone, apart from the keys that make the run bebop's.
+`bebop grpo` starts verl with it; Ray's workers and vLLM's engine inherit it. A variable that the user has set stays,
+except those that make verl load bebop. For your own run of verl:
+
+    eval "$(python -m bebop.rl.environment)"
+    python -m verl.trainer.main_ppo ...
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,24 +21,26 @@ from bebop.processes import RUN_ENV
 ENGINE_LOG = "engine.log"
 
 
-def run_tag(run_dir: Path | str | None = None) -> str:
-    """A short name of a run, for sockets and folders that all runs of a machine would share otherwise."""
-    return hashlib.sha256(str(run_dir or os.environ.get(RUN_ENV, "")).encode()).hexdigest()[:10]
+def run_tag(run: Path | str | None = None) -> str:
+    """A short name of a run, for sockets and folders that all runs on a machine would share otherwise."""
+    return hashlib.sha256(str(run or os.environ.get(RUN_ENV, "")).encode()).hexdigest()[:10]
 
 
-def run_environment(run_dir: Path, *, on_cpu: bool, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The whole environment of a run's trainer process, on top of `base` (this process's)."""
+def verl_environment(run: Path | str, *, on_cpu: bool, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The whole environment of a process that runs verl with bebop, on top of `base` (default: this process's).
+
+    run: marks the run's processes, see bebop.processes.
+    """
     env = dict(os.environ if base is None else base)
     wanted = GENERAL | {
-        LOG_ENV: str(run_dir / ENGINE_LOG),
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_DATASETS_CACHE": str(run_dir / "cache"),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else Ray replaces 127.0.0.1 by the machine's own address
+        "RAY_raylet_start_wait_time_s": "180",  # Ray gives up after 30 s, which a busy machine exceeds
         "GLOO_SOCKET_IFNAME": "lo",
-        "RAY_worker_niceness": "0",  # Ray's 15 lets anything else on the machine starve the run
+        "RAY_worker_niceness": "0",  # with Ray's 15, any other process on the machine starves the run
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        # idle workers that Ray starts ahead find no use: verl's actors have environments of their own
+        # workers that Ray starts in advance are not used: verl's actors have environments of their own
         "RAY_prestart_worker_first_driver": "0",
         "RAY_enable_worker_prestart": "0",
         "PYTHONUNBUFFERED": "1",
@@ -42,9 +48,28 @@ def run_environment(run_dir: Path, *, on_cpu: bool, base: Mapping[str, str] | No
     if on_cpu:
         wanted |= cpu_environment() | {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "TORCHDYNAMO_DISABLE": "1"}
     env |= {name: value for name, value in wanted.items() if name not in env}
-    env |= {"BEBOP_RL": "1", RUN_ENV: str(run_dir), "VERL_USE_EXTERNAL_MODULES": "bebop.rl.verl.plugin"}
+    env |= {RUN_ENV: str(run), "VERL_USE_EXTERNAL_MODULES": "bebop.rl.verl.plugin"}
     if on_cpu:
         # FSDP, verl's engine of the trainer, is registered under accelerators' names
         env |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
         env.pop("CUDA_VISIBLE_DEVICES", None)
     return env
+
+
+def run_environment(run_dir: Path, *, on_cpu: bool, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of `bebop grpo`: verl's, with its files in the run folder."""
+    env = verl_environment(run_dir, on_cpu=on_cpu, base=base)
+    return {LOG_ENV: str(run_dir / ENGINE_LOG), "HF_DATASETS_CACHE": str(run_dir / "cache")} | env
+
+
+def exports() -> str:
+    """Shell commands that set `verl_environment` for a run of your own."""
+    import torch
+
+    env = verl_environment(f"{Path.cwd()}#{os.getpid()}", on_cpu=not torch.cuda.is_available())
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in env.items() if os.environ.get(name) != value]
+    return "\n".join(lines + [f"unset {name}" for name in os.environ if name not in env])
+
+
+if __name__ == "__main__":
+    print(exports())

@@ -1,7 +1,7 @@
-"""`run`: one GRPO run in processes of its own, from its config to its summary.
+"""`run`: one GRPO run in its own processes, from its config to its summary.
 
-Everything that verl, Ray and vLLM start has the run folder in its environment (bebop.processes.RUN_ENV). What is left
-of a run that was killed, or whose engine died, is found by that and ended; nothing else is touched.
+All processes that verl, Ray and vLLM start have the run folder in their environment (bebop.processes.RUN_ENV). If a run
+is killed or its engine dies, the processes that remain are found by that mark and ended; no others are touched.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from bebop.store.files import check_room, folder_size, read_json
 from bebop.store.metrics import JsonlSink, read_records
 from bebop.store.run_folder import owned, write_summary
 
-ERROR, LOG = "error.json", "grpo.log"
+ERROR, LOG, PROGRESS = "error.json", "grpo.log", "progress.log"
 log = logging.getLogger(__name__)
-ENDING_S = 15.0  # for processes to end by themselves before they are killed
+LOOK_S = 0.2  # how often the trainer's lines are shown
+ENDING_S = 15.0  # time for processes to end by themselves before they are killed
 
 
 def run(config: GrpoConfig, run_dir: Path, *, policy_dir: Path | None = None) -> dict[str, Any]:
@@ -97,15 +98,23 @@ def _train(run_dir: Path, env: dict[str, str]) -> None:
     failure = ErrorFile(run_dir / ERROR)
     failure.clear()
     (run_dir / ENGINE_LOG).touch()
+    (run_dir / PROGRESS).write_text("")
     command = [sys.executable, "-m", "bebop.rl.trainer.process", str(run_dir)]
-    process = subprocess.Popen(command, env=env | child_environment(run_dir), start_new_session=True)
-    try:
-        code = process.wait()
-    except BaseException:
-        process.send_signal(signal.SIGTERM)
-        raise
-    finally:
-        end_marked(run_dir, grace_s=ENDING_S if process.poll() == 0 else 2.0)
+    started = time.monotonic()
+    with (run_dir / LOG).open("a") as output, (run_dir / PROGRESS).open() as progress:
+        process = subprocess.Popen(
+            command, env=env | child_environment(run_dir), stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            while (code := process.poll()) is None:
+                time.sleep(LOOK_S)
+                for line in progress:
+                    print(f"[grpo {time.monotonic() - started:5.1f} s] {line}", end="", flush=True)
+        except BaseException:
+            process.send_signal(signal.SIGTERM)
+            raise
+        finally:
+            end_marked(run_dir, grace_s=ENDING_S if process.poll() == 0 else 2.0)
     if code != 0:
         raise RlError(failure.message(code, f"in {run_dir / LOG}", pick=lambda message: reason(message, run_dir / LOG)))
 

@@ -15,7 +15,7 @@ from bebop.mtp.checkpoint import Tensors
 from bebop.policies import random_checkpoint
 
 pytestmark = pytest.mark.e2e
-VERL = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "BEBOP_RL": "1", "OMP_NUM_THREADS": "1"}
+VERL = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
 
 
 def one_rank(rank: int, folder: Path) -> None:

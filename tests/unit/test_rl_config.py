@@ -13,7 +13,7 @@ from bebop.config import GrpoConfig, check
 from bebop.errors import ConfigError
 from bebop.policies import random_checkpoint
 from bebop.rl.stage import reason, told
-from bebop.rl.verl.config import Policy, compose, literal, micro_batch, save
+from bebop.rl.verl.config import Policy, compose, micro_batch, save
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +98,43 @@ def test_verl_keys_go_on_top_of_ours(policy: Policy, tmp_path: Path):
     given = ["actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.actor.optim.lr=0.5"]
     actor = compose(grpo_config(grpo={"verl_overrides": given}), policy, tmp_path).actor_rollout_ref.actor
     assert (actor.clip_ratio_high, actor.optim.lr) == (0.28, 0.5)
+
+
+def test_verl_keys_are_added_and_deleted_in_hydras_grammar(policy: Policy, tmp_path: Path):
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    given = [f"+{key}.seed=7", f"++{key}.names=[a,'b c']", "~trainer.resume_from_path", f"+{key}.more={{x:1.5,y:null}}"]
+    verl = compose(grpo_config(grpo={"verl_overrides": given}), policy, tmp_path)
+    told = verl.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert (told.seed, told.names, told.more) == (7, ["a", "b c"], {"x": 1.5, "y": None})
+    assert "resume_from_path" not in verl.trainer
+    with pytest.raises(ConfigError, match=r"grpo\.verl_overrides: .*") as caught:
+        compose(grpo_config(grpo={"verl_overrides": ["trainer.nnodes=[1"]}), policy, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_users_own_verl_config_with_the_plugin_is_checked_and_completed(tmp_path: Path):
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    from bebop.rl.verl.config import complete
+
+    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
+
+    def users(*words: str):
+        with initialize_config_dir(f"{verl}/trainer/config", version_base=None):
+            return hydra_compose("ppo_trainer", ["hydra.searchpath=[pkg://bebop.rl]", *words])
+
+    own = users("+verl=[base,cpu]", "reward.custom_reward_function.path=/mine.py", "bebop.watchdog_s=9")
+    done = complete(own)
+    assert done.trainer.v1.trainer_mode == "bebop_colocate_async" and done.bebop.watchdog_s == 9
+    assert done.actor_rollout_ref.model.mtp.enable_rollout and done.trainer.device == "cpu"
+    assert done.reward.custom_reward_function.reward_kwargs.function == "/mine.py:compute_score"
+    assert (done.bebop.probs_diff_limit, done.bebop.num_speculative_tokens) == (1e-5, 3)
+    assert complete(done) == done
+    with pytest.raises(ConfigError, match=r"no section bebop; add .*\+verl=base"):
+        complete(users())
+    with pytest.raises(ConfigError, match=r"lora_rank=8: .* not LoRA"):
+        complete(users("+verl=base", "actor_rollout_ref.model.lora_rank=8"))
 
 
 def test_unknown_verl_key_is_answered_with_the_nearest(policy: Policy, tmp_path: Path):
@@ -221,12 +258,6 @@ def test_any_folder_name_passes_through_hydra(policy: Policy, tmp_path: Path, fo
     assert read.bebop.run_dir == str(run_dir)
 
 
-def test_literals_of_hydras_grammar():
-    assert [literal(value) for value in (None, True, 1, 2e-4, "a", [1, "b"], {"k": None})] == [
-        *("null", "true", "1", "0.0002", "'a'", "[1,'b']", "{k:null}"),
-    ]
-
-
 def test_micro_batches_divide_the_batch_and_bound_the_logits(policy: Policy):
     data = grpo_config().data
     assert micro_batch(128, data, 300) == 32
@@ -254,7 +285,7 @@ def test_a_reward_function_under_verls_keys_runs_in_the_box(policy: Policy, tmp_
     given = [f"reward.custom_reward_function.path='{own}'", "reward.custom_reward_function.name=mine"]
     boxed = compose(grpo_config(grpo={"verl_overrides": given}), policy, tmp_path).reward.custom_reward_function
     assert boxed.reward_kwargs.function == f"{own}:mine" and boxed.reward_kwargs.sealed
-    assert Path(boxed.path).name == "reward.py" and boxed.name == "compute_score"
+    assert (boxed.path, boxed.name) == ("pkg://bebop.rl.rollout.reward", "compute_score")
     config = grpo_config(grpo={"reward_function": "my_rewards:judge", "reward_sealed": False, "reward_timeout_s": 30})
     kwargs = compose(config, policy, tmp_path).reward.custom_reward_function.reward_kwargs
     assert (kwargs.function, kwargs.sealed, kwargs.timeout_s) == ("my_rewards:judge", False, 30)

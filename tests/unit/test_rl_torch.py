@@ -20,7 +20,7 @@ from bebop.rl.verl.config import Policy, compose
 @pytest.fixture(scope="module", autouse=True)
 def verl_on_a_cpu():
     """verl reads its platform once, when it is first imported."""
-    for name, value in {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "BEBOP_RL": "1"}.items():
+    for name, value in {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}.items():
         os.environ.setdefault(name, value)
     from bebop.rl.verl import plugin
 

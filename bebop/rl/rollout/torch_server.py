@@ -1,4 +1,4 @@
-"""The rollout server over bebop's own engine: draft trees in GRPO. It has what verl 0.9.1 calls of a replica, no more.
+"""The rollout server of bebop's own engine, for draft trees in GRPO. It has the methods that verl 0.9.1 calls:
 
 | who calls                      | what                                                                    |
 |--------------------------------|-------------------------------------------------------------------------|
@@ -7,8 +7,8 @@
 | the trainer's worker           | update_weights, see `bebop.rl.rollout.torch_rollout`                            |
 | bebop's trainer and watchdog   | served_checksums, health                                                |
 
-The engine runs in this actor's process. Requests that arrive between an abort and the resumption wait at a gate, so
-that none of them is sampled by the weights that are about to go. vLLM is not imported.
+The engine runs in this actor's process. Requests that arrive between an abort and `resume_generation` wait, so that
+none of them is sampled with the old weights. vLLM is not imported.
 """
 
 from __future__ import annotations
@@ -26,29 +26,26 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.plugin.platform import get_platform
 from verl.utils.device import get_resource_name, get_visible_devices_keyword
 from verl.utils.tokenizer import normalize_token_ids
-from verl.workers.rollout.replica import RolloutReplica, TokenOutput
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
 from bebop.config import RolloutSection
 from bebop.engines import RolloutEngine, make_engine
 from bebop.engines.weights import Digests, Layout
 from bebop.errors import HeadsDiffer, RolloutFailed
 from bebop.records import Rollout, Sampling
-from bebop.rl.rollout import early
 
+CALLS_AT_ONCE = 1 << 16  # more than samples in flight, so that health checks and aborts need not wait for them
 NAME = "torch"  # verl's rollout.name, and the prefix of its actors' names
 DRAINED_S = 0.01  # how often `sleep` looks whether the last request has left
 
 
 class TorchServer:
-    """One replica's server actor. Takes the keywords of verl's vLLM server, so that `early` starts either."""
+    """One replica's server actor."""
 
-    def __init__(
-        self, *, config: Any, model_config: Any, replica_rank: int, cuda_visible_devices: str, **_: Any
-    ) -> None:
+    def __init__(self, *, config: Any, model_config: Any, replica_rank: int, cuda_visible_devices: str) -> None:
         os.environ[get_visible_devices_keyword()] = cuda_visible_devices
         self.config, self.policy_dir, self.replica_rank = config, model_config.path, replica_rank
         self.engine: RolloutEngine | None = None
-        self._launch: asyncio.Future | None = None
         self._open = asyncio.Event()
         self._open.set()
         self._running = 0
@@ -56,10 +53,8 @@ class TorchServer:
         self._held_heads: str | None = None
 
     async def launch_server(self) -> None:
-        """Start the engine, once: a second call waits for the first, see `bebop.rl.rollout.early`."""
-        if self._launch is None:
-            self._launch = asyncio.ensure_future(asyncio.to_thread(self._start))
-        await self._launch
+        """Start the engine."""
+        await asyncio.to_thread(self._start)
 
     def _start(self) -> None:
         section = RolloutSection.model_validate(self.config.custom["bebop"])
@@ -69,10 +64,10 @@ class TorchServer:
     async def generate(
         self, prompt_ids: Any, sampling_params: Mapping[str, Any], request_id: str, **media: Any
     ) -> TokenOutput:
-        """Sample one response; what an abort cut short comes back as "aborted", its counts included."""
+        """Sample one response. If an abort ends it early, it returns as "aborted", with its counts."""
         given = [name for name, value in media.items() if value is not None]
         if given:
-            raise RolloutFailed(f"generate: {', '.join(given)} came; rollout.engine=torch samples text alone")
+            raise RolloutFailed(f"generate: got {', '.join(given)}; rollout.engine=torch samples text only")
         prompt = normalize_token_ids(prompt_ids)
         sampling = sampling_of(sampling_params, room=room(self.config, len(prompt)))
         while not self._open.is_set():
@@ -85,14 +80,14 @@ class TorchServer:
         return token_output(rollout, self.engine.version)
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """End what runs and hold what comes, until `resume_generation`."""
-        if reject_request:  # of a mode in which replicas come and go, which bebop does not offer
-            raise RolloutFailed("reject_request=True: rollout.engine=torch holds requests, it turns none away")
+        """Abort running requests and hold new ones until `resume_generation`."""
+        if reject_request:  # for replicas that are added and removed, which bebop does not support
+            raise RolloutFailed("reject_request=True: rollout.engine=torch holds requests and rejects none")
         self._open.clear()
         await asyncio.to_thread(self.engine.pause, "abort")
 
     async def sleep(self) -> None:
-        """Wait for the last request to leave; the engine's memory stays as it is."""
+        """Wait until the last request has ended; the engine keeps its memory."""
         while self._running:
             await asyncio.sleep(DRAINED_S)
 
@@ -101,7 +96,7 @@ class TorchServer:
         self._open.set()
 
     async def update_weights(self, path: str, version: int) -> None:
-        """Replace the engine's tensors by those of a safetensors file, in place."""
+        """Load the tensors of a safetensors file into the engine, in place."""
         await asyncio.to_thread(self._update, path, version)
 
     def _update(self, path: str, version: int) -> None:
@@ -118,7 +113,7 @@ class TorchServer:
         self._held_heads = held.heads
 
     async def served_checksums(self) -> list[dict[str, Any]]:
-        """Checksums of the weights as they arrived last; one rank."""
+        """Checksums of the weights that arrived last, as a list of one rank."""
         return [asdict(self._arrived.checksums())]
 
     async def health(self) -> str:
@@ -133,11 +128,11 @@ class TorchReplica(RolloutReplica):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.server_class = early.server_class(otherwise=ray.remote(TorchServer))
+        self.server_class = ray.remote(TorchServer)
 
     @property
     def max_concurrency(self) -> int:
-        return early.CALLS_AT_ONCE
+        return CALLS_AT_ONCE
 
     async def launch_servers(self) -> None:
         (worker,) = self.workers
@@ -169,12 +164,12 @@ def _place(worker: Any) -> tuple[str, str]:
 
 
 def replica_seed(seed: int, rank: int) -> int:
-    """A replica's own seed: members of a group are spread over replicas. Mixed, a sum would meet a neighbour run's."""
+    """Seed of one replica. Run seed and rank are hashed together, since seed + rank would equal another run's seed."""
     return random.Random(f"{seed}/{rank}").getrandbits(63)
 
 
 def room(config: Any, num_prompt_tokens: int) -> int:
-    """Tokens that a response may have at most: the configured length, within what the engine holds."""
+    """Largest number of tokens of a response: the configured length, if the engine has room for it."""
     left = config.max_model_len - num_prompt_tokens
     if left < 1:
         raise RolloutFailed(
@@ -184,7 +179,7 @@ def room(config: Any, num_prompt_tokens: int) -> int:
 
 
 def sampling_of(params: Mapping[str, Any], *, room: int) -> Sampling:
-    """verl's sampling parameters as bebop's. Raises RolloutFailed for one that would be ignored."""
+    """verl's sampling parameters as bebop's. Raises RolloutFailed for a parameter that would be ignored."""
     params = dict(params)
     asked = params.pop("max_new_tokens", None)
     if params.pop("repetition_penalty", 1.0) != 1.0:
@@ -201,7 +196,7 @@ def sampling_of(params: Mapping[str, Any], *, room: int) -> Sampling:
 
 
 def token_output(rollout: Rollout, version: int) -> TokenOutput:
-    """A rollout in verl's terms. `version`: the engine's now, for a response that has no token to tell of its own."""
+    """A rollout in verl's terms. version: the engine's current one, used for a response without tokens."""
     fields: dict[str, Any] = {"global_steps": rollout.versions[-1] if rollout.versions else version}
     if rollout.counts is not None:
         fields |= {
@@ -216,3 +211,6 @@ def token_output(rollout: Rollout, version: int) -> TokenOutput:
         stop_reason="aborted" if rollout.finish_reason == "abort" else "completed",
         extra_fields=fields,
     )
+
+
+RolloutReplicaRegistry.register(NAME, lambda: TorchReplica)

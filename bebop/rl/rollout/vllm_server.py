@@ -1,22 +1,20 @@
-"""The rollout server: verl's vLLM server, plus counts per draft depth, checksums of its weights, and its health.
-
-Registered as verl's replica class for "vllm" (`RolloutReplicaRegistry`), in the trainer's process.
-"""
+"""The vLLM rollout server: verl's own, plus counts per draft depth, checksums of its weights, and its health."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator
 from typing import Any
 
 import ray
-from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from bebop.rl.environment import run_tag
-from bebop.rl.rollout import early
 
+# Calls to one server at a time, which wait in its event loop. With more samples in flight than verl's 1000, health
+# checks and aborts would wait for them, and the watchdog would take the server for dead.
+CALLS_AT_ONCE = 1 << 16
 EXTENSION = "bebop.rl.rollout.vllm_worker.EngineWorker"
 
 
@@ -25,17 +23,10 @@ class PolicyServer(vLLMHttpServer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # verl names the socket of the weights by Ray's job, which every Ray of its own calls 01000000
+        # verl names the socket for weights after Ray's job, and the first job of every Ray is called 01000000
         os.environ["VERL_RAY_JOB_ID"] += f"-{run_tag()}"
         self._per_depth: dict[str, tuple[int, ...]] = {}
-        self._launch: asyncio.Future | None = None
         self._failure: Exception | None = None  # of a call to the workers
-
-    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
-        """verl's, once: a second call waits for the first, see `bebop.rl.rollout.early`."""
-        if self._launch is None:
-            self._launch = asyncio.ensure_future(super().launch_server(*args, **kwargs))
-        await self._launch
 
     def _get_worker_extension_cls(self) -> str:
         return EXTENSION
@@ -56,7 +47,7 @@ class PolicyServer(vLLMHttpServer):
     async def generate(
         self, prompt_ids: Any, sampling_params: dict[str, Any], request_id: str, **kwargs: Any
     ) -> TokenOutput:
-        """verl's `generate`, by token ids alone; `spec_accepted_per_depth` comes beside verl's spec_* counts."""
+        """verl's `generate` without text; adds `spec_accepted_per_depth` to verl's spec_* counts."""
         wanted = {**sampling_params, "detokenize": False}
         output = await super().generate(prompt_ids, wanted, request_id, **kwargs)
         per_depth = self._per_depth.pop(request_id, None)
@@ -65,7 +56,7 @@ class PolicyServer(vLLMHttpServer):
         return output
 
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> None:
-        """verl's, whose failure `health` tells too: a sender that waits for buckets to be taken looks at no answer."""
+        """verl's; `health` also raises its failure, since a sender that waits for the receiver reads no answer."""
         try:
             await super().collective_rpc(method, *args, **kwargs)
         except Exception as error:
@@ -73,7 +64,7 @@ class PolicyServer(vLLMHttpServer):
             raise
 
     async def served_checksums(self) -> list[dict[str, Any]]:
-        """Checksums of the weights as they arrived last, on each rank, see `bebop.rl.rollout.vllm_worker`."""
+        """Checksums of the weights that arrived last, on each rank, see `bebop.rl.rollout.vllm_worker`."""
         return await self.engine.collective_rpc("bebop_arrived")
 
     async def health(self) -> str:
@@ -91,8 +82,11 @@ class PolicyReplica(vLLMReplica):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.server_class = early.server_class(otherwise=ray.remote(PolicyServer))
+        self.server_class = ray.remote(PolicyServer)
 
     @property
     def max_concurrency(self) -> int:
-        return early.CALLS_AT_ONCE
+        return CALLS_AT_ONCE
+
+
+RolloutReplicaRegistry.register("vllm", lambda: PolicyReplica)

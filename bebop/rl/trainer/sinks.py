@@ -1,33 +1,43 @@
-"""Where a step's record goes: the run's sinks, trained_prompts.jsonl, and one line on the console."""
+"""Where a step's record goes: the run's sinks, trained_prompts.jsonl, and one line for the user."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from bebop.config import Logger
 from bebop.records import StepRecord
+from bebop.rl.stage import PROGRESS
 from bebop.store import sinks
 from bebop.store.metrics import METRICS, drop_steps_after
 
 TRAINED = "trained_prompts.jsonl"
 
 
+class Console:
+    """Lines for the user: printed, among verl's own output, and in run_dir/progress.log, which `bebop grpo` shows."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.file = (run_dir / PROGRESS).open("a", buffering=1)
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+        self.file.write(text + "\n")
+
+
 class Sinks:
-    """Open for one process's part of a run; `resumed_from` is the step of the checkpoint that it started from."""
+    """Open from a start of the run to its end; `resumed_from` is the step of the checkpoint it started from."""
 
-    console: TextIO = sys.stdout  # the caller's terminal; set by bebop.rl.trainer.process
-
-    def __init__(self, run_dir: Path, bebop: Any, trainer: Any, *, resumed_from: int) -> None:
+    def __init__(self, run_dir: Path, bebop: Any, trainer: Any, console: Console, *, resumed_from: int) -> None:
         drop_steps_after(run_dir / METRICS, resumed_from, kind="step")
         drop_steps_after(run_dir / TRAINED, resumed_from)
         logger = Logger(wandb=bebop.wandb, project=trainer.project_name, name=trainer.experiment_name)
         self.sinks = sinks.Sinks(logger, run_dir)
         self.prompts = (run_dir / TRAINED).open("a", buffering=1)
+        self.console = console
         self._started, self._first = time.monotonic(), resumed_from
 
     def step(self, record: StepRecord, prompt_ids: list[str], *, total: int) -> None:
@@ -35,11 +45,11 @@ class Sinks:
         self.sinks.write_step(record)
         self.prompts.write(json.dumps({"step": record.step, "prompt_ids": prompt_ids}) + "\n")
         each = (time.monotonic() - self._started) / max(1, record.step - self._first)
-        print(line_of(record, total, left_s=each * (total - record.step)), file=self.console, flush=True)
+        self.console.say(line_of(record, total, left_s=each * (total - record.step)))
 
     def close(self) -> None:
         self.prompts.close()
-        with contextlib.redirect_stderr(self.console):  # wandb says there how to upload the run
+        with contextlib.redirect_stderr(self.console.file):  # wandb writes there how to upload the run
             self.sinks.close()
 
 

@@ -1,4 +1,4 @@
-"""One step's record out of verl's batch: the numbers of `bebop.rl.trainer.step_metrics`, under the monitor's names."""
+"""One step's record from verl's batch: the numbers of `bebop.rl.trainer.step_metrics` under the monitor's names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def record_of(
     checksums: Mapping[str, Mapping[str, Any]],
     metrics: Mapping[str, Any],
 ) -> tuple[StepRecord, list[str]]:
-    """The record of `step` and the ids of its prompts.
+    """The record of `step`, and its prompts' ids: `extra_info.prompt_id` of the data, else `extra_info.index`.
 
     gap: largest probability difference on on-policy samples; checksums: of trainer ("ours") and engine ("theirs");
     metrics: verl's own, whose scalars go into `extra`.
@@ -69,11 +69,11 @@ def record_of(
         extra=step_metrics.numbers(metrics) | step_metrics.verifier_failures(_listed(data["extra_fields"])),
     )
     prompts = dict(zip(groups, _listed(data["extra_info"]), strict=True))
-    return record, [info["prompt_id"] for info in prompts.values()]
+    return record, [str(info.get("prompt_id", info.get("index"))) for info in prompts.values()]
 
 
 def on_policy_gap(batch: KVBatchMeta, current: int) -> float | None:
-    """Largest |p_trainer - p_rollout| over responses that version `current` sampled alone; None where there is none."""
+    """Largest |p_trainer - p_rollout| over responses that only version `current` sampled; None without any."""
     rows = torch.tensor(
         [
             tag["min_global_steps"] == tag["max_global_steps"] == current and not tag.get("is_padding", False)

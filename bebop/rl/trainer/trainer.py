@@ -1,23 +1,30 @@
-"""bebop's trainers: verl's `sync` and `colocate_async`, with the monitor's records and the run's safeguards added.
+"""bebop's trainers: verl's `sync` and `colocate_async` with records and safeguards.
 
-Registered as `bebop_sync` and `bebop_colocate_async`. verl keeps the loop, the replay, the advantages, the corrections
-and the checkpoints; `Safeguards` adds at its hooks
+Registered as `bebop_sync` and `bebop_colocate_async`. The loop, the replay buffer, the advantages, the importance
+correction and the checkpoints are verl's. `Safeguards` adds, at verl's hooks:
 
-- a StepRecord per step, to metrics.jsonl and Weights & Biases;
-- after each weight sync, checksums of what arrived at every rank of the engine against what was sent;
-- the rollout-trainer probability difference, held to its limit on the samples of the current version;
-- an end with the error, where verl would retry for ever: failed samples, a dead engine, a dead worker;
-- checkpoints as a policy directory with heads, complete or absent, and every prompt trained exactly once over resumes.
+- a StepRecord for each step, in metrics.jsonl and Weights & Biases;
+- after each weight sync, a comparison of checksums: what was sent against what arrived at every rank of the engine;
+- a limit on the difference of rollout and trainer probabilities, for samples of the current policy version;
+- an end with the error where verl would retry for ever: failed samples, a dead engine, a dead worker;
+- checkpoints with the policy as a directory with its heads; each prompt is trained on once, also over resumes.
 
-On GPUs the same classes run over verl's CUDA platform; that path has not been run by this project's tests.
+On GPUs the same classes run with verl's CUDA platform; this project's tests have not run that.
+This module is imported in each of verl's processes to register the trainers. What imports verl's workers is imported
+where it is used, because those modules import verl, and so this one, themselves.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 import itertools
 import math
+import os
+import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,47 +32,69 @@ import ray
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+from bebop.engines import ENGINES
 from bebop.errors import HeadsDiffer, ProbabilitiesDiffer, RolloutFailed, VerifierError
+from bebop.processes import ErrorFile
 from bebop.records import StepRecord
 from bebop.rl import checkpoints
-from bebop.rl.rollout.agent import PartialRolloutClient, ServerManager
-from bebop.rl.trainer import advantage
+from bebop.rl.stage import ERROR
+from bebop.rl.trainer import advantage  # noqa: F401 - its decorator registers
+from bebop.rl.trainer.sinks import Console, Sinks
 from bebop.rl.trainer.step_record import on_policy_gap, record_of
 from bebop.rl.trainer.watchdog import Watchdog
-from bebop.rl.trainer.worker import PolicyWorker
+from bebop.rl.verl.config import complete
 from bebop.verifiers import FAILURES
 
 
 class Safeguards:
-    """Mixed in before one of verl's trainers."""
+    """A mixin that stands before one of verl's trainers in a class's bases."""
 
-    verl_mode: str
-    queue_ready: Callable[[], object]  # waits for verl's TransferQueue; set by bebop.rl.trainer.process
-    phase: Callable[[str], None] = staticmethod(lambda text: None)  # tells the console; set by bebop.rl.trainer.process
+    verl_mode: str  # verl's own name of the mode
 
     def __init__(self, config: DictConfig) -> None:
+        complete(config)
         with open_dict(config):
             config.trainer.v1.trainer_mode = self.verl_mode  # verl branches on its own names
         self.bebop = config.bebop
-        self.run_dir = Path(config.bebop.run_dir)
+        self.run_dir = Path(config.bebop.run_dir).resolve()
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.error_file = ErrorFile(self.run_dir / ERROR)
+        self.error_file.clear()
+        self.console = Console(self.run_dir)
         self.submitted = 0  # prompts taken out of the data so far, over all resumes
         self.checksums: dict[str, Any] = {}
         self.gap: float | None = None
         self.saved: int | None = None
         self.failed_shares: deque[float] = deque(maxlen=10)
-        self.watchdog = Watchdog(config.bebop.watchdog_s)
+        self.watchdog = Watchdog(config.bebop.watchdog_s, self._end_now)
         super().__init__(config)
-        dynamic = bool((config.algorithm.get("filter_groups") or {}).get("enable"))
-        self.prompts_wanted = None if dynamic else config.trainer.total_training_steps * config.data.train_batch_size
+
+    @contextlib.contextmanager
+    def _error_written(self) -> Iterator[None]:
+        """Write the error of the block to the run folder, in its own words: Ray wraps it on its way to the caller."""
+        try:
+            yield
+        except BaseException as error:
+            self.error_file.write(error)
+            raise
+
+    def _end_now(self, error: Exception) -> None:
+        """End this process although its main thread waits for ever."""
+        traceback.print_exception(error)
+        self.error_file.write(error)
+        os._exit(1)
 
     # -- set-up -------------------------------------------------------------------------------------------------
+
+    def init(self) -> None:
+        with self._error_written():
+            super().init()
 
     def _build_replay_buffer(self) -> Any:
         buffer = super()._build_replay_buffer()
@@ -88,7 +117,9 @@ class Safeguards:
         raise RolloutFailed(f"{groups} group(s) of responses failed: {last.splitlines()[-1]}\n{last}")
 
     def _init_resource_pool_mgr(self) -> None:
-        self.phase("starting the trainer's worker")
+        from bebop.rl.trainer.worker import PolicyWorker
+
+        self.console.say("starting the trainer's worker")
         super()._init_resource_pool_mgr()
         stock = ray.remote(ActorRolloutRefWorker).__ray_metadata__.class_name
         for role, worker in self.role_worker_mapping.items():
@@ -96,31 +127,32 @@ class Safeguards:
                 self.role_worker_mapping[role] = ray.remote(PolicyWorker)
 
     def on_init_end(self) -> None:
-        self.phase("first weight sync")
+        self.console.say("first weight sync")
         self.watchdog.watch(
             replying=self.llm_server_manager.server_handles,
-            living=[*self.actor_rollout_wg.workers, *self.get_reward_handles()],
+            living=[*self.actor_rollout_wg.workers, *(self.get_reward_handles() or [])],
         )
         super().on_init_end()
         self._compare_weights()
 
     def fit(self, agent_loop_manager: Any) -> None:
-        from bebop.rl.trainer.sinks import Sinks
-
-        self.sinks = Sinks(self.run_dir, self.bebop, self.config.trainer, resumed_from=self.global_steps)
-        self.phase(f"training, step {self.global_steps + 1} of {self.total_training_steps}")
+        self.console.say(f"training, step {self.global_steps + 1} of {self.total_training_steps}")
+        settings = self.bebop, self.config.trainer, self.console
+        self.sinks = Sinks(self.run_dir, *settings, resumed_from=self.global_steps)
         self.watchdog.watch(replying=agent_loop_manager.agent_loop_workers)
-        try:
-            super().fit(agent_loop_manager)
-        finally:
-            self.watchdog.stop()
-            self.sinks.close()
+        with self._error_written():
+            try:
+                super().fit(agent_loop_manager)
+            finally:
+                self.watchdog.stop()
+                self.sinks.close()
 
-    # -- prompts: each once, over resumes -----------------------------------------------------------------------
+    # -- prompts: each once, also over resumes ------------------------------------------------------------------
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
-        if self.prompts_wanted is not None:
-            num_prompts = min(num_prompts, self.prompts_wanted - self.submitted)
+        if not (self.config.algorithm.get("filter_groups") or {}).get("enable"):
+            wanted = self.total_training_steps * self.config.data.train_batch_size
+            num_prompts = min(num_prompts, wanted - self.submitted)
         if num_prompts <= 0:
             return 0
         self.submitted += num_prompts
@@ -130,14 +162,13 @@ class Safeguards:
         self._add_prompts_to_generate(self.config.data.train_batch_size)
 
     def _load_checkpoint(self) -> None:
-        self.queue_ready()
         super()._load_checkpoint()
         trained = self.global_steps * self.config.data.train_batch_size
         self.submitted = trained + self._restored_tq_prompt_count
         self._forget_trained_responses()
 
     def _forget_trained_responses(self) -> None:
-        """verl saves its queue before it clears the step's responses; without their prompt nothing would clear them."""
+        """Clear responses without a prompt: verl saves its queue before it clears the step's responses."""
         items = (tq.kv_list("train") or {}).get("train", {})
         prompts = {key for key, tag in items.items() if tag.get("is_prompt")}
         left = [key for key in items if key not in prompts and key.split("_")[0] not in prompts]
@@ -152,7 +183,7 @@ class Safeguards:
         dest = checkpoints.policy_dir(self.run_dir, step)
         provenance = {"made_by": "bebop.rl", "step": step, "source": str(self.bebop.policy_dir)}
         self.actor_rollout_wg.export_policy(str(self.bebop.policy_dir), str(dest), provenance)
-        self.saved = step  # complete once the step's record is on the disk too
+        self.saved = step  # complete once the step's record is written too
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -237,23 +268,18 @@ class SyncTrainer(Safeguards, PPOTrainerSync):
 class ColocateAsyncTrainer(Safeguards, PPOTrainerColocateAsync):
     verl_mode = "colocate_async"
 
-    def get_llm_client(self) -> PartialRolloutClient:
+    def get_llm_client(self) -> Any:
+        from bebop.rl.rollout.agent import PartialRolloutClient
+
         return self.llm_server_manager.get_client(client_cls=PartialRolloutClient)
 
 
-def _load_replica() -> type:
-    from bebop.rl.rollout.vllm_server import PolicyReplica
-
-    return PolicyReplica
-
-
-def _load_torch_replica() -> type:
-    from bebop.rl.rollout.torch_server import TorchReplica
-
-    return TorchReplica
+def _load_replica(engine: str) -> type:
+    """Import the engine's server, which registers itself with verl in this function's place, and return its class."""
+    importlib.import_module(ENGINES[engine].verl_server)
+    return RolloutReplicaRegistry.get(engine)
 
 
-RolloutReplicaRegistry.register("vllm", _load_replica)
-RolloutReplicaRegistry.register("torch", _load_torch_replica)
-ADVANTAGES = advantage.NAME  # registered by its import
-trainer_base.LLMServerManager = ServerManager  # verl has no hook for it; see bebop.rl.rollout.agent
+for _engine, _info in ENGINES.items():
+    if _info.verl_server is not None:
+        RolloutReplicaRegistry.register(_engine, functools.partial(_load_replica, _engine))

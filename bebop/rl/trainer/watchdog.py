@@ -1,8 +1,8 @@
-"""Watches the run's actors from a thread, since verl would retry on a dead engine for ever.
+"""Watches the run's actors from a thread, since verl would ask a dead engine again for ever.
 
-`replying` actors answer `health` at any time, so silence counts as death after `limit_s`; `living` ones may be busy for
-long and count as dead when Ray says so. A fault is raised by the trainer at its next look; should the trainer be stuck
-in a call that never returns, `on_stuck` ends the process after `grace_s`.
+`replying` actors answer `health` at any time, so they count as dead after `limit_s` without an answer. `living` actors
+may be busy for long, so they count as dead only when Ray says so. The trainer raises the fault when it next calls
+`raise_fault`. If it does not within `grace_s`, because it waits in a call that never returns, `on_stuck` is called.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ INTERVAL_S = 2.0
 
 
 class Watchdog:
-    """See the module's docstring. `watch` once actors exist; `raise_fault` as often as the loop turns."""
+    """See the module's docstring. Call `watch` once actors exist, `raise_fault` in the training loop."""
 
-    on_stuck: Callable[[Exception], None] | None = None  # set by the process that runs the trainer
-
-    def __init__(self, limit_s: float, grace_s: float = 5.0) -> None:
-        self.limit_s, self.grace_s = limit_s, grace_s
+    def __init__(self, limit_s: float, on_stuck: Callable[[Exception], None], grace_s: float = 5.0) -> None:
+        self.limit_s, self.on_stuck, self.grace_s = limit_s, on_stuck, grace_s
         self.fault: Exception | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._asked: dict[Any, tuple[Any, float | None]] = {}  # actor -> question, since when (None: may be busy)
+        self._asked: dict[Any, tuple[Any, float | None]] = {}  # actor -> reference, asked at (None: may be busy)
 
     def watch(self, replying: Sequence[Any] = (), living: Sequence[Any] = ()) -> None:
         """Watch these actors too."""
@@ -59,7 +57,7 @@ class Watchdog:
                 if not done:
                     if since is not None and time.monotonic() - since > self.limit_s:
                         return self._found(
-                            WorkerDied(f"{actor} gave no sign of life for {self.limit_s:.0f} s (grpo.watchdog_s)")
+                            WorkerDied(f"{actor} did not answer for {self.limit_s:.0f} s (grpo.watchdog_s)")
                         )
                     continue
                 try:
@@ -72,7 +70,7 @@ class Watchdog:
         if self._stop.is_set():
             return
         self.fault = fault
-        if not self._stop.wait(self.grace_s) and self.on_stuck is not None:
+        if not self._stop.wait(self.grace_s):
             self.on_stuck(fault)
 
 

@@ -1,8 +1,8 @@
-"""The trainer's worker: verl's, whose weight syncs and checkpoints are those of the whole policy, heads included.
+"""The trainer's worker: verl's, with weight syncs and checkpoints that contain the heads.
 
-verl's FSDP actor loads a policy without its MTP tensors and would neither send nor save them; it sends tied tensors
-twice, and experts always one by one. Here `Outgoing` says what leaves. Frozen heads travel with the first sync, and
-then stay where they are.
+verl's FSDP actor loads a policy without its MTP tensors, so it would neither send nor save them. It also sends tied
+tensors twice, and experts one by one. Here `Outgoing` decides what is sent. The heads are frozen, so they are sent with
+the first sync only.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from bebop.engines.weights import Digests, Layout
 from bebop.errors import BadInput
 from bebop.mtp import write_checkpoint
 from bebop.rl.environment import run_tag
-from bebop.rl.rollout import torch_rollout
+from bebop.rl.rollout import torch_rollout  # noqa: F401 - it registers itself with verl
 from bebop.rl.trainer.outgoing import Outgoing
-
-ROLLOUTS = (torch_rollout.TorchRollout,)  # registered with verl by its import
 
 
 class PolicyWorker(ActorRolloutRefWorker):
@@ -37,13 +35,13 @@ class PolicyWorker(ActorRolloutRefWorker):
         super().init_model()
         layout = Layout(Path(self.config.model.path))
         self.outgoing = Outgoing(self.actor.engine.module, layout)
-        self.digests = Digests(layout)  # of what was sent, noted by rank 0
+        self.digests = Digests(layout)  # of the tensors sent; rank 0 only
         self.heads_due = bool(self.config.model.mtp.enable_rollout)
         if self.heads_due and not self.outgoing.heads:
             raise BadInput(f"{layout.path}: 0 tensors of MTP layers; rollout.speculation=mtp needs the policy's heads")
         self.engine_dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
         job = ray.get_runtime_context().get_job_id()
-        if hasattr(self.rollout, "zmq_handle"):  # vLLM's way of the weights, see bebop.rl.rollout.vllm_server
+        if hasattr(self.rollout, "zmq_handle"):  # the socket to vLLM, see bebop.rl.rollout.vllm_server
             self.rollout.zmq_handle = self.rollout.zmq_handle.replace(job, f"{job}-{run_tag()}")
         self.actor.engine.get_per_tensor_param = lambda *_, **__: (self._sent(), None)  # verl's, and no adapter
 
@@ -61,7 +59,7 @@ class PolicyWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def policy_checksums(self) -> dict[str, Any]:
-        """Checksums of what was sent last, as `bebop.engines.weights.Digests` makes them; of rank 0 alone."""
+        """Checksums of what was sent last, see `bebop.engines.weights.Digests`; only rank 0 has them."""
         return asdict(self.digests.checksums())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

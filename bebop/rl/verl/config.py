@@ -1,19 +1,24 @@
-"""A GrpoConfig as verl's config: verl's `ppo_trainer` composed by hydra, our values on it, the user's verl keys last.
+"""A GrpoConfig as verl's config. In order, the later over the earlier:
 
-The composing needs neither verl's nor vLLM's import, so that a mistyped verl key is answered before any model loads.
+1. verl's own defaults (`ppo_trainer`, composed by hydra);
+2. the fixed keys of base.yaml, command.yaml and, without GPUs, cpu.yaml;
+3. the values that `computed` takes from bebop's config and the policy;
+4. the user's verl keys (`grpo.verl_overrides`).
+
+`complete` then checks the result. A user's own run of `verl.trainer.main_ppo` with base.yaml passes through it too.
+Nothing here imports verl or vLLM, so that a mistyped key is reported before any model loads.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from bebop.config import GrpoConfig, check_depth
 from bebop.config.draft_schedule import vllm_ranges
@@ -24,34 +29,42 @@ from bebop.registry import nearest
 from bebop.verifiers import TASKS_FUNCTION
 
 LOGITS_BUDGET = 2**27  # largest number of logits in one training micro-batch, a fp32 tensor of 512 MiB
-BOXED_REWARD = Path(__file__).parents[1] / "rollout" / "reward.py"
-LOOPBACK = "127.0.0.1"
-NOT_OURS = {  # verl's key -> the one value under which weights and heads reach the engine; what to do otherwise
-    "actor_rollout_ref.actor.strategy": ("fsdp2", "weights leave verl's FSDP2 engine only"),
-    "actor_rollout_ref.rollout.quantization": (None, "the rollout would sample another policy than the one trained"),
-    "actor_rollout_ref.rollout.checkpoint_engine.backend": ("naive", "other ways of the weights carry no heads"),
-    "actor_rollout_ref.rollout.data_parallel_size": (1, "more GPUs already make more replicas"),
-    "actor_rollout_ref.rollout.pipeline_model_parallel_size": (1, "set tensor_model_parallel_size"),
+BOXED_REWARD = "pkg://bebop.rl.rollout.reward"
+HERE = Path(__file__).parent
+MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
+SPECULATIVE = f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
+NOT_OURS = {  # verl's key -> the only value with which weights and heads reach the engine, and why
+    f"{ACTOR}.strategy": ("fsdp2", "bebop reads weights from verl's FSDP2 engine"),
+    f"{ROLLOUT}.quantization": (None, "the rollout would sample another policy than the one trained"),
+    f"{ROLLOUT}.checkpoint_engine.backend": ("naive", "the other backends send no heads"),
+    f"{ROLLOUT}.data_parallel_size": (1, "more GPUs already make more replicas"),
+    f"{ROLLOUT}.pipeline_model_parallel_size": (1, "set tensor_model_parallel_size"),
     "trainer.nnodes": (1, "runs on several machines are not supported"),
 }
-# On on-policy samples, by the type that policies are loaded in. On a GPU vLLM's attention multiplies float32 as TF32,
-# and of many bfloat16 tokens a few are far off: not measured on one yet, so there they only tell another policy.
+LORA = {  # verl's key -> the value that means no adapter; heads are not trained beside adapters
+    f"{MODEL}.lora_rank": "0",
+    f"{MODEL}.lora_adapter_path": "null",
+    f"{MODEL}.lora.rank": "0",
+    f"{MODEL}.lora.adapter_path": "null",
+}
+# Largest |p_trainer - p_rollout| of on-policy samples, by the engine's data type. The values for GPUs are guesses that
+# only catch another policy: they have not been measured. vLLM's attention multiplies float32 as TF32 there, and among
+# many bfloat16 tokens a few are far off.
 PROBS_DIFF_LIMIT = {"float32": 1e-5, "bfloat16": 0.1}
 PROBS_DIFF_LIMIT_GPU = {"float32": 1e-2, "bfloat16": 0.5}
-POLL_INTERVAL_S = 0.05  # verl's replay buffer looks for finished groups this often; its default is 2 s
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What the composing needs to know of the policy directory. family: of its heads; None: unknown to bebop."""
+    """Facts of the policy directory. family: of its heads, None if bebop does not know it."""
 
     path: Path
     family: str | None
     vocab_size: int
-    largest: int  # elements of its largest tensor
-    linear_attention: bool  # in some of its layers
+    largest: int  # number of elements of its largest tensor
+    linear_attention: bool  # some layers have it
     mtp_layers: int
-    mtp_depth: int | None  # depth that its heads were trained for; None: not recorded
+    mtp_depth: int | None  # depth that its heads were trained for; None if not recorded
 
     @classmethod
     def read(cls, path: Path) -> Policy:
@@ -82,39 +95,53 @@ def compose(
 ) -> DictConfig:
     """verl's config for this run; num_gpus 0 means the CPU. Raises ConfigError with one line."""
     check(config, policy, num_gpus=num_gpus)
-    ours = overrides(config, policy, run_dir, num_gpus=num_gpus, resume_from=resume_from)
-    words = [f"++{key}={literal(value)}" for key, value in ours.items()]
-    composed = _compose([])
-    known = list(_keys(composed)) + list(ours)
-    for override in config.grpo.verl_overrides:
-        _check_key(override, known)
-    try:
-        composed = _compose(words + list(config.grpo.verl_overrides))
-    except Exception as error:  # hydra's own hierarchy; each means that the override cannot be applied
-        raise ConfigError(f"grpo.verl_overrides: {_first_line(error)}") from None
-    refuse_adapters(composed)
-    _box_rewards(composed)
+    composed = _verl_defaults()
+    OmegaConf.set_struct(composed, False)
+    for name in ["base", "command"] + ([] if num_gpus else ["cpu"]):
+        composed.merge_with(OmegaConf.load(HERE / f"{name}.yaml"))
+    for key, value in computed(config, policy, run_dir, num_gpus=num_gpus, resume_from=resume_from).items():
+        OmegaConf.update(composed, key, value, merge=True)
+    if config.rollout.engine != "vllm" or config.rollout.speculation != "mtp":
+        for name in ("speculative_config", "per_request_spec_decode_metrics"):
+            del composed.actor_rollout_ref.rollout.engine_kwargs.vllm[name]
+    _apply(composed, config.grpo.verl_overrides)
+    return complete(composed)
+
+
+def complete(config: DictConfig) -> DictConfig:
+    """Check verl's config, and fill in what depends on the user's keys; a second call changes nothing.
+
+    Raises ConfigError on a key under which the engine would draft with other heads than the trainer's.
+    """
+    if "bebop" not in config:
+        raise ConfigError(
+            "verl's config has no section bebop; add 'hydra.searchpath=[pkg://bebop.rl]' +verl=base, or on a CPU "
+            "'+verl=[base,cpu]'"
+        )
+    for key, off in LORA.items():
+        if value := OmegaConf.select(config, key):
+            raise ConfigError(f"{key}={value}: grpo trains whole policies, not LoRA adapters; expected {off}")
     for key, (allowed, advice) in NOT_OURS.items():
-        if (value := OmegaConf.select(composed, key)) not in (allowed, None):
-            raise ConfigError(f"grpo.verl_overrides: {key}={value}, expected {allowed}: {advice}")
-    return composed
-
-
-def _box_rewards(composed: DictConfig) -> None:
-    """A reward function that was given under verl's own keys runs in the box too."""
-    given = composed.reward.custom_reward_function
-    if str(given.path) != str(BOXED_REWARD):
-        given.reward_kwargs.function = f"{Path(given.path).resolve()}:{given.name}"
-        given.path, given.name = str(BOXED_REWARD), "compute_score"
+        if (value := OmegaConf.select(config, key)) not in (allowed, None):
+            raise ConfigError(f"{key}={value}, expected {allowed}: {advice}")
+    reward = config.reward.custom_reward_function
+    with open_dict(config):
+        if reward.path and reward.path != BOXED_REWARD:  # a reward function given as verl's own keys
+            reward.reward_kwargs.function = f"{Path(reward.path).resolve()}:{reward.name}"
+            reward.path, reward.name = BOXED_REWARD, "compute_score"
+        if config.bebop.probs_diff_limit is None:
+            limits = PROBS_DIFF_LIMIT if config.trainer.device == "cpu" else PROBS_DIFF_LIMIT_GPU
+            config.bebop.probs_diff_limit = limits[config.actor_rollout_ref.rollout.dtype]
+    return config
 
 
 def check(config: GrpoConfig, policy: Policy, *, num_gpus: int) -> None:
-    """Raise ConfigError on what verl or vLLM would do wrong without saying so."""
+    """Raise ConfigError on a config that verl or vLLM would run wrongly without an error."""
     rollout, data = config.rollout, config.data
     if policy.linear_attention and not num_gpus and config.model.dtype != "bfloat16":
         raise ConfigError(
-            f"model.dtype={config.model.dtype}: {policy.path} has linear-attention layers, which vLLM 0.31 runs in "
-            "bfloat16 alone on a CPU; set model.dtype=bfloat16"
+            f"model.dtype={config.model.dtype}: {policy.path} has linear-attention layers, which vLLM 0.31 runs "
+            "only in bfloat16 on a CPU; set model.dtype=bfloat16"
         )
     for task in data.tasks:
         if not has_verifier(task.name):
@@ -135,204 +162,94 @@ def check(config: GrpoConfig, policy: Policy, *, num_gpus: int) -> None:
         raise ConfigError(f"grpo.prompts_per_step * grpo.group_size = {rows} is not a multiple of the {num_gpus} GPUs")
 
 
-def refuse_adapters(composed: DictConfig) -> None:
-    """Raise ConfigError on a LoRA policy: its weights reach engines as adapters, which no head was trained beside."""
-    for key, off in (
-        ("lora_rank", "0"),
-        ("lora_adapter_path", "null"),
-        ("lora.rank", "0"),
-        ("lora.adapter_path", "null"),
-    ):
-        value = OmegaConf.select(composed, f"actor_rollout_ref.model.{key}")
-        if value:
-            raise ConfigError(
-                f"actor_rollout_ref.model.{key}={value}: grpo trains whole policies, not LoRA adapters; expected {off}"
-            )
-
-
-def overrides(
+def computed(
     config: GrpoConfig, policy: Policy, run_dir: Path, *, num_gpus: int, resume_from: Path | None
 ) -> dict[str, Any]:
-    """verl key -> value, by section of our config."""
-    on_cpu = num_gpus == 0
-    half = config.model.dtype != "float32"  # the one kind that flash_attn's kernels take
-    flash = not on_cpu and half and importlib.util.find_spec("flash_attn") is not None
+    """verl key -> value, where the value follows from bebop's config or the policy."""
     grpo, data, rollout, trainer = config.grpo, config.data, config.rollout, config.trainer
-    micro = micro_batch(grpo.prompts_per_step * grpo.group_size // max(num_gpus, 1), data, policy.vocab_size)
-    full = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    bytes_of_largest = 4 * policy.largest
+    float32 = config.model.dtype == "float32"
+    full = {name: "fp32" for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
+    # no tensor may be larger than a bucket of the weight sync
+    bucket_mb = max(1024 if num_gpus else 16, 4 * policy.largest // 2**20 + 1)
     keys: dict[str, Any] = {
-        # data: prompts in their written order, each once
-        "data.train_files": str(run_dir / "prompts.parquet"),
-        "data.val_files": str(run_dir / "prompts.parquet"),
-        "data.val_max_samples": 1,
-        "data.shuffle": False,
+        "bebop.run_dir": str(run_dir),
+        "bebop.rule": rollout.acceptance_rule,
+        "bebop.mixed_lengths": rollout.draft_schedule is not None,
+        "bebop.probs_diff_limit": grpo.probs_diff_limit,
+        "bebop.watchdog_s": grpo.watchdog_s,
+        "bebop.reward_failures_limit": grpo.reward_failures_limit,
+        "bebop.keep_checkpoints": grpo.keep_checkpoints,
+        "bebop.wandb": config.logger.wandb,
         "data.seed": config.seed,
-        "data.dataloader_num_workers": 0,
         "data.train_batch_size": grpo.prompts_per_step,
         "data.max_prompt_length": data.max_prompt_tokens,
         "data.max_response_length": data.max_response_tokens,
-        "data.truncation": "error",
-        # policy
-        "actor_rollout_ref.model.path": str(policy.path),
-        "actor_rollout_ref.model.use_remove_padding": flash,
-        "actor_rollout_ref.model.override_config.attn_implementation": "flash_attention_2" if flash else "sdpa",
-        "actor_rollout_ref.model.enable_gradient_checkpointing": not on_cpu,
-        "actor_rollout_ref.actor.strategy": "fsdp2",
-        "actor_rollout_ref.actor.optim.lr": grpo.lr,
+        f"{MODEL}.path": str(policy.path),
+        f"{MODEL}.mtp.num_speculative_tokens": rollout.draft_depth,
+        f"{MODEL}.mtp.enable": rollout.speculation == "mtp",
+        f"{ACTOR}.optim.lr": grpo.lr,
         # Adam's first step moves every weight by the whole rate, whatever the gradient's noise
-        "actor_rollout_ref.actor.optim.lr_warmup_steps": min(3, grpo.steps // 10),
-        "actor_rollout_ref.actor.optim.weight_decay": 0.0,
-        "actor_rollout_ref.actor.optim.override_optimizer_config": {"eps": grpo.adam_eps},
-        "actor_rollout_ref.actor.ppo_mini_batch_size": grpo.prompts_per_step,
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": micro,
-        "actor_rollout_ref.actor.use_kl_loss": grpo.kl_coef > 0,
-        "actor_rollout_ref.actor.kl_loss_coef": grpo.kl_coef,
-        "actor_rollout_ref.actor.data_loader_seed": config.seed,
-        "actor_rollout_ref.actor.use_torch_compile": not on_cpu,
-        "actor_rollout_ref.actor.fsdp_config.use_torch_compile": not on_cpu,
-        "actor_rollout_ref.actor.fsdp_config.seed": config.seed,
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": micro,
-        # rollouts
-        "actor_rollout_ref.rollout.name": rollout.engine,
-        "actor_rollout_ref.rollout.n": grpo.group_size,
-        "actor_rollout_ref.rollout.temperature": rollout.temperature,
-        "actor_rollout_ref.rollout.seed": config.seed,
-        "actor_rollout_ref.rollout.dtype": config.model.dtype,
-        "actor_rollout_ref.rollout.max_model_len": rollout.max_model_len,
-        "actor_rollout_ref.rollout.max_num_seqs": rollout.max_num_seqs,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": micro,
-        "actor_rollout_ref.rollout.load_format": "auto",  # verl's default, dummy, leaves the drafter random for ever
-        "actor_rollout_ref.rollout.gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "actor_rollout_ref.rollout.agent.num_workers": 1  # in the trainer's process
-        if on_cpu
-        else min(8, grpo.prompts_per_step),
-        "actor_rollout_ref.rollout.agent.agent_loop_manager_class": "bebop.rl.rollout.agent.AgentLoopManager",
-        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": max(
-            16 if on_cpu else 1024, bytes_of_largest // 2**20 + 1
+        f"{ACTOR}.optim.lr_warmup_steps": min(3, grpo.steps // 10),
+        f"{ACTOR}.optim.override_optimizer_config": {"eps": grpo.adam_eps},
+        f"{ACTOR}.use_kl_loss": grpo.kl_coef > 0,
+        f"{ACTOR}.kl_loss_coef": grpo.kl_coef,
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": micro_batch(
+            grpo.prompts_per_step * grpo.group_size // max(num_gpus, 1), data, policy.vocab_size
         ),
-        # algorithm
-        "algorithm.adv_estimator": "bebop_grpo",  # see bebop.rl.trainer.advantage
+        # else verl trains in bfloat16, whose log-probabilities are 0.01 off the rollout's
+        f"{ACTOR}.fsdp_config.mixed_precision": full if float32 else None,
+        f"{ROLLOUT}.name": rollout.engine,
+        f"{ROLLOUT}.n": grpo.group_size,
+        f"{ROLLOUT}.temperature": rollout.temperature,
+        f"{ROLLOUT}.dtype": config.model.dtype,
+        f"{ROLLOUT}.max_model_len": rollout.max_model_len,
+        f"{ROLLOUT}.max_num_seqs": rollout.max_num_seqs,
+        f"{ROLLOUT}.gpu_memory_utilization": rollout.gpu_memory_utilization,
+        f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": bucket_mb,
         "algorithm.rollout_correction.rollout_is": (
             None if trainer.importance_correction == "none" else trainer.importance_correction
         ),
         "algorithm.rollout_correction.rollout_is_threshold": trainer.importance_cap,
-        "reward.num_workers": 0 if on_cpu else 8,  # 0: in the agent loop's own process
-        "reward.custom_reward_function.path": str(BOXED_REWARD),
-        "reward.custom_reward_function.name": "compute_score",
         "reward.custom_reward_function.reward_kwargs": {
             "function": grpo.reward_function or TASKS_FUNCTION,
             "sealed": grpo.reward_sealed,
             "timeout_s": grpo.reward_timeout_s,
         },
-        # loop
         "trainer.v1.trainer_mode": f"bebop_{trainer.mode}",
         "trainer.v1.colocate_async.num_warmup_batches": trainer.max_staleness,
-        # verl counts the versions a sample may span; waiting, not dropping, trains every prompt once
-        "trainer.v1.sampler.max_off_policy_threshold": trainer.max_staleness + 1,
-        "trainer.v1.sampler.max_off_policy_strategy": "wait",
-        "trainer.device": "cpu" if on_cpu else "cuda",
-        "trainer.nnodes": 1,
+        "trainer.v1.sampler.max_off_policy_threshold": trainer.max_staleness + 1,  # versions that a sample may span
         "trainer.n_gpus_per_node": max(num_gpus, 1),
-        "trainer.total_epochs": 1,
         "trainer.total_training_steps": grpo.steps,
         "trainer.save_freq": grpo.save_every,
-        "trainer.test_freq": -1,
-        "trainer.val_before_train": False,
-        "trainer.logger": ["console"],
         "trainer.project_name": config.logger.project,
         "trainer.experiment_name": config.logger.name or run_dir.name,
-        "trainer.default_local_dir": str(run_dir / "checkpoints"),
         "trainer.resume_mode": "resume_path" if resume_from else "disable",
         "trainer.resume_from_path": str(resume_from) if resume_from else None,
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-        # ours, read by bebop.rl.trainer.trainer alone
-        "bebop.run_dir": str(run_dir),
-        "bebop.policy_dir": str(policy.path),
-        "bebop.speculation": rollout.speculation,
-        "bebop.num_speculative_tokens": rollout.draft_depth,
-        "bebop.rule": rollout.acceptance_rule,
-        "bebop.mixed_lengths": rollout.draft_schedule is not None,
-        "bebop.poll_interval_s": POLL_INTERVAL_S,
-        "bebop.probs_diff_limit": grpo.probs_diff_limit
-        or (PROBS_DIFF_LIMIT if on_cpu else PROBS_DIFF_LIMIT_GPU)[config.model.dtype],
-        "bebop.watchdog_s": grpo.watchdog_s,
-        "bebop.reward_failures_limit": grpo.reward_failures_limit,
-        "bebop.keep_checkpoints": grpo.keep_checkpoints,
-        "bebop.wandb": config.logger.wandb,
     }
-    if config.model.dtype == "float32":  # else the trainer computes in bf16 and the rollout's log-probs are 1e-2 off
-        keys["actor_rollout_ref.actor.fsdp_config.mixed_precision"] = full
-        keys["actor_rollout_ref.ref.fsdp_config.mixed_precision"] = full
-    if rollout.speculation == "mtp":
-        keys |= {
-            "actor_rollout_ref.model.mtp.enable": True,
-            "actor_rollout_ref.model.mtp.enable_rollout": True,
-            "actor_rollout_ref.model.mtp.method": "mtp",
-            "actor_rollout_ref.model.mtp.num_speculative_tokens": rollout.draft_depth,
-        }
+    if num_gpus:
+        keys[f"{ROLLOUT}.agent.num_workers"] = min(8, grpo.prompts_per_step)
+        if not float32 and importlib.util.find_spec("flash_attn") is not None:  # its kernels take 16 bits
+            keys[f"{MODEL}.use_remove_padding"] = True
+            keys[f"{MODEL}.override_config.attn_implementation"] = "flash_attention_2"
+    else:
+        keys[f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
+    if policy.linear_attention:  # vLLM 0.31 caches prefixes of such layers at block bounds only
+        keys[f"{ROLLOUT}.enable_prefix_caching"] = False
     if rollout.engine == "torch":
-        keys |= {
-            "actor_rollout_ref.rollout.custom": {"bebop": rollout.model_dump(mode="json")},
-            "actor_rollout_ref.rollout.free_cache_engine": False,  # the engine keeps its memory between steps
-        }
+        keys[f"{ROLLOUT}.custom"] = {"bebop": rollout.model_dump(mode="json")}
+        keys[f"{ROLLOUT}.free_cache_engine"] = False  # the engine keeps its memory between steps
     elif rollout.speculation == "mtp":
-        keys |= {
-            # always explicit: vLLM's default drafts greedily
-            "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.draft_sample_method": (
-                rule_methods(rollout)[0]
-            ),
-            "actor_rollout_ref.rollout.engine_kwargs.vllm.per_request_spec_decode_metrics": "summary",
-        }
+        keys[f"{SPECULATIVE}.draft_sample_method"] = rule_methods(rollout)[0]
         if rollout.draft_schedule:
-            keys[
-                "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.num_speculative_tokens_per_batch_size"
-            ] = vllm_ranges(rollout.draft_schedule, rollout.max_num_seqs)
-    if on_cpu:
-        keys |= {
-            "actor_rollout_ref.rollout.enforce_eager": True,
-            "actor_rollout_ref.rollout.free_cache_engine": False,
-            "actor_rollout_ref.rollout.enable_sleep_mode": False,
-            "ray_kwargs.ray_init.num_gpus": 1,  # logical
-            "ray_kwargs.ray_init.num_cpus": 16,  # logical: actors are counted, not measured
-            "ray_kwargs.ray_init.object_store_memory": 512 * 2**20,
-        }
-        if rollout.engine == "vllm":
-            keys |= {
-                "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30),
-                "actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend": "uni",
-            }
-    if policy.linear_attention:  # vLLM 0.31 caches prefixes of such layers at block bounds alone
-        keys["actor_rollout_ref.rollout.enable_prefix_caching"] = False
-    keys["ray_kwargs.ray_init.include_dashboard"] = False
-    # One machine: Ray, TransferQueue, verl's servers and the process groups follow the node's address. None of them
-    # asks who connects, so nothing may listen on another interface. See also bebop.rl.environment and patches.py.
-    keys["ray_kwargs.ray_init._node_ip_address"] = LOOPBACK
+            ranges = vllm_ranges(rollout.draft_schedule, rollout.max_num_seqs)
+            keys[f"{SPECULATIVE}.num_speculative_tokens_per_batch_size"] = ranges
     return keys
 
 
 def micro_batch(rows: int, data: Any, vocab_size: int) -> int:
-    """Largest divisor of `rows` whose padded logits stay within LOGITS_BUDGET, at most 32."""
+    """Largest divisor of `rows`, at most 32, whose padded logits stay within LOGITS_BUDGET."""
     limit = min(32, LOGITS_BUDGET // (vocab_size * (data.max_prompt_tokens + data.max_response_tokens)))
     return next(size for size in range(max(1, min(rows, limit)), 0, -1) if rows % size == 0)
-
-
-def literal(value: Any) -> str:
-    """A value in the grammar of hydra's overrides; strings always quoted."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(literal(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{literal(item)}" for key, item in value.items()) + "}"
-    text = re.sub(r"(\\*)'", r"\1\1\\'", str(value))
-    text = re.sub(r"(\\+)$", r"\1\1", text)
-    return f"'{text}'"
 
 
 def save(composed: DictConfig, path: Path) -> Path:
@@ -342,7 +259,7 @@ def save(composed: DictConfig, path: Path) -> Path:
     return path
 
 
-def _compose(words: list[str]) -> DictConfig:
+def _verl_defaults() -> DictConfig:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
@@ -351,14 +268,32 @@ def _compose(words: list[str]) -> DictConfig:
         raise ConfigError("verl is not installed: run ./launch.sh setup")
     folder = Path(next(iter(spec.submodule_search_locations))) / "trainer" / "config"
     with initialize_config_dir(str(folder), version_base=None):
-        return hydra_compose("ppo_trainer", overrides=words)
+        return hydra_compose("ppo_trainer")
+
+
+def _apply(composed: DictConfig, words: list[str]) -> None:
+    """Set the user's keys, written in hydra's grammar: key=value, +key=value, ++key=value or ~key."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    known = list(_keys(composed))
+    for word in words:
+        _check_key(word, known)
+        try:
+            (override,) = OverridesParser.create().parse_overrides([word])
+            if override.is_delete():
+                folder, _, name = override.key_or_group.rpartition(".")
+                (OmegaConf.select(composed, folder) if folder else composed).pop(name)
+            else:
+                OmegaConf.update(composed, override.key_or_group, override.value(), merge=True)
+        except Exception as error:  # hydra's and OmegaConf's own kinds; each means that the word cannot be applied
+            raise ConfigError(f"grpo.verl_overrides: {_first_line(error)}") from None
 
 
 def _check_key(override: str, known: list[str]) -> None:
     key = override.split("=", 1)[0].strip()
     if "=" not in override and not key.startswith("~"):
-        raise ConfigError(f"grpo.verl_overrides: {override!r} came, expected <key>=<value>")
-    if key.startswith("+"):  # verl's own recipes add keys to its free mappings this way
+        raise ConfigError(f"grpo.verl_overrides: got {override!r}, expected <key>=<value>")
+    if key.startswith("+"):  # verl's own recipes add keys this way
         return
     name = key.lstrip("~")
     if name not in known:

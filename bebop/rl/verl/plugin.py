@@ -1,24 +1,27 @@
-"""What verl loads in each of its processes (`VERL_USE_EXTERNAL_MODULES`, and the entry-point group `verl.plugins`).
+"""The module that verl imports in each of its processes: `VERL_USE_EXTERNAL_MODULES=bebop.rl.verl.plugin`.
 
-verl loads an entry point without calling it, so importing this module registers; it does so in processes that belong to
-a run of bebop alone (`BEBOP_RL=1`), and leaves any other use of verl in this environment as it is.
+It registers bebop's trainers (`trainer.v1.trainer_mode=bebop_sync` or `bebop_colocate_async`), rollout servers,
+advantage and CPU platform, and applies the patches. A verl that does not name it is left as it is.
 """
 
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 
 
 def register() -> None:
-    """Register the CPU platform and MiMo as published, and apply the patches. Safe to call any number of times."""
+    """Register everything. Safe to call any number of times."""
     importlib.import_module("bebop.mtp.mimo")
     if os.environ.get("VERL_PLATFORM") == "cpu":
         importlib.import_module("bebop.rl.verl.cpu_platform")  # its decorator registers
     from bebop.rl.verl import patches
 
     patches.apply_all()
+    if multiprocessing.parent_process() is None:  # vLLM's own processes need no trainer
+        importlib.import_module("bebop.rl.trainer.trainer")
 
 
-if os.environ.get("BEBOP_RL") == "1":
+if __name__ in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(","):
     register()
