@@ -1,4 +1,4 @@
-"""GRPO on verl, with MTP speculation in the rollouts: the only place of bebop that imports verl and Ray."""
+"""GRPO on verl, with MTP speculation in the rollouts. Only this package imports verl and Ray."""
 
 from bebop.errors import RlError
 from bebop.rl.stage import run

@@ -1,8 +1,8 @@
-"""Checkpoints of a GRPO run: complete or absent.
+"""Checkpoints of a GRPO run. A checkpoint is complete, or it is ignored.
 
 run_dir/checkpoints/global_step_N is verl's own (model, optimizer, data position, queue of responses);
 run_dir/checkpoints/step_N/policy is the policy with its heads as a Hugging Face directory; step_N/complete.json is
-written last, so that a run that is killed while it saves resumes from the checkpoint before.
+written last, so a run that is killed while it saves resumes from the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def verl_dir(run_dir: Path, step: int) -> Path:
 
 
 def mark_complete(run_dir: Path, step: int, **facts: object) -> None:
-    """Say that both halves of step's checkpoint are on the disk."""
+    """Record that both parts of the step's checkpoint are written."""
     write_json(run_dir / "checkpoints" / f"step_{step}" / COMPLETE, {"step": step, **facts})
 
 
@@ -39,13 +39,13 @@ def complete_steps(run_dir: Path) -> list[int]:
 
 
 def latest(run_dir: Path) -> int | None:
-    """Step to resume from; None without a complete checkpoint."""
+    """The step to resume from; None without a complete checkpoint."""
     steps = complete_steps(run_dir)
     return steps[-1] if steps else None
 
 
 def discard_incomplete(run_dir: Path) -> None:
-    """Remove what a killed run left half-written."""
+    """Remove checkpoints that a killed run left incomplete."""
     keep = set(complete_steps(run_dir))
     for folder in (run_dir / "checkpoints").glob("*step_*"):
         step = folder.name.rpartition("step_")[2]
@@ -54,7 +54,7 @@ def discard_incomplete(run_dir: Path) -> None:
 
 
 def prune(run_dir: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, their mark first."""
+    """Remove all but the newest `keep` checkpoints; of each, complete.json first."""
     for step in complete_steps(run_dir)[:-keep]:
         folder = run_dir / "checkpoints" / f"step_{step}"
         (folder / COMPLETE).unlink()

@@ -1,17 +1,13 @@
 """Environment of a GRPO run's processes, set here and nowhere else.
 
 `bebop grpo` starts verl with it; Ray's workers and vLLM's engine inherit it. A variable that the user has set stays,
-except those that make verl load bebop. For your own run of verl:
-
-    eval "$(python -m bebop.rl.environment)"
-    python -m verl.trainer.main_ppo ...
+except those that make verl load bebop. For your own run of verl, `python -m bebop.rl.verl` prints it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,16 +56,3 @@ def run_environment(run_dir: Path, *, on_cpu: bool, base: Mapping[str, str] | No
     """The environment of `bebop grpo`: verl's, with its files in the run folder."""
     env = verl_environment(run_dir, on_cpu=on_cpu, base=base)
     return {LOG_ENV: str(run_dir / ENGINE_LOG), "HF_DATASETS_CACHE": str(run_dir / "cache")} | env
-
-
-def exports() -> str:
-    """Shell commands that set `verl_environment` for a run of your own."""
-    import torch
-
-    env = verl_environment(f"{Path.cwd()}#{os.getpid()}", on_cpu=not torch.cuda.is_available())
-    lines = [f"export {name}={shlex.quote(value)}" for name, value in env.items() if os.environ.get(name) != value]
-    return "\n".join(lines + [f"unset {name}" for name in os.environ if name not in env])
-
-
-if __name__ == "__main__":
-    print(exports())

@@ -1,6 +1,6 @@
-"""GRPO's prompts as the parquet that verl reads, one row a prompt, in the order of training.
+"""GRPO's prompts as the parquet that verl reads, one row for each prompt, in the order of training.
 
-A row carries the prompt's own record as JSON in `reward_model.ground_truth`, which is all that the verifier needs.
+`reward_model.ground_truth` holds the prompt's record as JSON, which is all that the verifier needs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def rows(prompts: Sequence[Prompt]) -> list[dict]:
 def prompts_that_fit(
     tasks: Sequence[Task], number: int, seed: int, tokenizer: Any, max_tokens: int
 ) -> tuple[list[Prompt], int]:
-    """`number` prompts of at most `max_tokens` tokens, and how many longer ones were left out on the way.
+    """`number` prompts of at most `max_tokens` tokens, and how many longer ones were left out.
 
-    The same list for the same arguments. Raises BadInput if not one prompt in twenty fits.
+    The same arguments give the same list. Raises BadInput if fewer than one prompt in twenty fits.
     """
     asked = number
     while True:
-        prompts = make_prompts(tasks, asked, seed, "rl", solutions=False)  # the first of them are the same each time
+        prompts = make_prompts(tasks, asked, seed, "rl", solutions=False)  # starts with the same prompts each time
         fits = [i for i, prompt in enumerate(prompts) if len(encode_prompt(tokenizer, prompt)) <= max_tokens]
         if len(fits) >= number:
             return [prompts[i] for i in fits[:number]], fits[number - 1] + 1 - number

@@ -39,15 +39,15 @@ ENDING_S = 15.0  # time for processes to end by themselves before they are kille
 def run(config: GrpoConfig, run_dir: Path, *, policy_dir: Path | None = None) -> dict[str, Any]:
     """Train the policy in `policy_dir` (default: the one that `config.model` names) and return the summary.
 
-    A run_dir with a complete checkpoint is resumed from it. Raises ConfigError before anything starts, RlError with the
-    reason in its first line when the run ends early.
+    If run_dir has a complete checkpoint, the run resumes from it. Raises ConfigError before anything starts, and
+    RlError with the reason in its first line if the run ends early.
     """
     import torch
 
     run_dir = Path(run_dir).resolve()
     num_gpus = torch.cuda.device_count()
     if torch.version.cuda is not None and not num_gpus:
-        raise ConfigError("torch is built for GPUs and sees none (nvidia-smi, CUDA_VISIBLE_DEVICES); grpo won't guess")
+        raise ConfigError("torch is built for GPUs and sees none; check nvidia-smi and CUDA_VISIBLE_DEVICES")
     with owned(run_dir):
         return _run(config, run_dir, policy_dir, num_gpus)
 
@@ -68,7 +68,7 @@ def _run(config: GrpoConfig, run_dir: Path, policy_dir: Path | None, num_gpus: i
     left_out = _write_prompts(config, policy.path, run_dir)
     _note_entropy_range(policy.path, run_dir)
     if step is None or step < config.grpo.steps:
-        # policy as a directory, its parameters, and AdamW's two moments: at least, as the policy may be in 16 bits
+        # at least the policy's directory, its parameters, and AdamW's two moments
         check_room(run_dir, 4 * folder_size(policy.path), "a checkpoint")
         _train(run_dir, run_environment(run_dir, on_cpu=num_gpus == 0))
     last = checkpoints.latest(run_dir)
@@ -88,13 +88,13 @@ def _write_prompts(config: GrpoConfig, policy_dir: Path, run_dir: Path) -> int:
     number, limit = config.grpo.steps * config.grpo.prompts_per_step, config.data.max_prompt_tokens
     prompts, left_out = prompts_that_fit(config.data.tasks, number, config.seed, load_tokenizer(policy_dir), limit)
     if left_out:
-        log.warning("grpo: %d prompts are longer than data.max_prompt_tokens=%d and left out", left_out, limit)
+        log.warning("grpo: %d prompts are longer than data.max_prompt_tokens=%d and were left out", left_out, limit)
     write_parquet(prompts, run_dir / "prompts.parquet")
     return left_out
 
 
 def _train(run_dir: Path, env: dict[str, str]) -> None:
-    """Run the trainer's process; whatever happens, no process of the run is left."""
+    """Run the trainer's process and show its lines; no process of the run remains, however it ends."""
     failure = ErrorFile(run_dir / ERROR)
     failure.clear()
     (run_dir / ENGINE_LOG).touch()
@@ -120,7 +120,7 @@ def _train(run_dir: Path, env: dict[str, str]) -> None:
 
 
 def reason(message: str, log: Path) -> str:
-    """An error's own line; of an engine that died, what it died of, which vLLM writes only to the log."""
+    """An error's own line; for a dead engine its cause, which vLLM writes only to the log."""
     line = told(message)
     if "EngineDeadError" in line and log.is_file():
         died = [text for text in log.read_text(errors="replace").splitlines() if "(EngineCore pid=" in text]
@@ -131,7 +131,7 @@ def reason(message: str, log: Path) -> str:
 
 
 def told(message: str) -> str:
-    """An error's own line: the first, or the one that ends the traceback in which Ray wraps a worker's error."""
+    """An error's own line: its first, or if Ray wrapped a worker's error, the last of its traceback."""
     lines = message.splitlines() or ["an error without a message"]
     if "ray::" not in lines[0]:
         return lines[0]

@@ -13,7 +13,7 @@ mkdir -p "$run"
 policy="$("$python" "$root/recipes/grpo/main_ppo_data.py" "$run")"
 
 # 1. Name the plug-in: this sets VERL_USE_EXTERNAL_MODULES=bebop.rl.verl.plugin, and what verl and vLLM need on this machine.
-eval "$("$python" -m bebop.rl.environment)"
+eval "$("$python" -m bebop.rl.verl)"
 
 # 2. Add base.yaml (and on a CPU cpu.yaml) to verl's config. All other keys are verl's, and yours.
 exec "$python" -m verl.trainer.main_ppo \

@@ -1,4 +1,4 @@
-"""The tiny policy and 12 prompts of chain_sum, for main_ppo.sh: writes prompts.parquet and prints the policy's folder."""
+"""For main_ppo.sh: writes 12 prompts of chain_sum as prompts.parquet, and prints the folder of the tiny policy."""
 
 import sys
 from pathlib import Path

@@ -31,7 +31,7 @@ def test_a_users_verl_run_with_the_plugin_speculates_and_is_recorded(tiny_random
         *("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8", "actor_rollout_ref.actor.optim.lr=1e-3"),
         *("trainer.total_training_steps=3", "trainer.val_before_train=false", "trainer.logger=[console]"),
     ]
-    main = f'eval "$({sys.executable} -m bebop.rl.environment)"; exec env BEBOP_RUN={run_dir} {sys.executable}'
+    main = f'eval "$({sys.executable} -m bebop.rl.verl)"; exec env BEBOP_RUN={run_dir} {sys.executable}'
     command = f"{main} -m verl.trainer.main_ppo {shlex.join(words)}"
     done = subprocess.run(
         ["bash", "-c", command], cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=START_UP_S

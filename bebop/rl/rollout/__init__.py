@@ -1,1 +1,1 @@
-"""The rollout servers of a GRPO run, the agent loop that asks them, and the reward."""
+"""The rollout servers of a GRPO run, the agent loop that sends them requests, and the reward."""

@@ -1,7 +1,7 @@
 """The reward of a GRPO run: a verifier on the response's text, in the box (`bebop.verifiers`).
 
-verl calls `compute_score` (`reward.custom_reward_function`) on its event loop, with the settings of the box as keyword
-arguments (`reward_kwargs`).
+verl calls `compute_score` (`reward.custom_reward_function`) on its event loop, and passes `reward_kwargs` to it: the
+settings of the box.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ async def compute_score(
 ) -> dict[str, Any]:
     """Score of a response, under verl's names `score` and `acc`, and the kind of failure or "" as `verifier_failure`.
 
-    function: see `VerifierBox`; for the tasks of data.tasks, ground_truth is the prompt as data.tasks.pack wrote it.
+    function: see `VerifierBox`; for bebop's tasks, ground_truth is the prompt as data.tasks.pack wrote it.
     """
     box = _box(function, sealed, timeout_s)
     verdict = await asyncio.wrap_future(

@@ -1,6 +1,6 @@
 """The trainer worker's side of `rollout.engine=torch`: its tensors go to the server as a file in shared memory.
 
-verl's worker hands (name, tensor) pairs to `update_weights` after each step; `torch_server` holds the engine.
+verl's worker calls `update_weights` with (name, tensor) pairs after each step; the engine is in `torch_server`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TorchRollout(BaseRollout):
         from safetensors.torch import save_file
 
         if kwargs.get("peft_config") is not None or kwargs.get("wire_format", "named_tensors") != "named_tensors":
-            raise HeadsDiffer("rollout.engine=torch takes whole tensors; adapters and deltas are not served")
+            raise HeadsDiffer("rollout.engine=torch takes whole tensors, no adapters or deltas")
         named = {name: tensor.detach().cpu().contiguous() async for name, tensor in ensure_async_iterator(weights)}
         if self._server is None:  # it starts after this worker
             self._server = ray.get_actor(f"torch_server_{self.replica_rank}_0")

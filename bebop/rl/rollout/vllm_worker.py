@@ -1,7 +1,7 @@
-"""The receiver of a GRPO run's weights, in vLLM's worker: verl's stream of buckets into bebop's loading.
+"""Receives weights in vLLM's worker: buckets of verl's stream are loaded by bebop.
 
-verl 0.9.1's sender waits for an answer to each bucket, for ever where none comes. So an error does not break the
-stream off: the rest of it is received and dropped, and the error then leaves by the call that asked for the weights.
+verl 0.9.1's sender waits for an answer to each bucket, without a limit. So an error does not end the stream: the rest
+is received and dropped, and then the call that asked for the weights raises the error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from bebop.errors import BebopError, EngineError
 class EngineWorker(vLLMColocateWorkerExtension, WorkerExtension):
     """Mixed into vLLM's worker by `worker_extension_cls`."""
 
-    _bebop_arrived: Digests | None = None  # of every tensor, as it arrived last
+    _bebop_arrived: Digests | None = None  # digests of all tensors as they arrived last
 
     def update_weights_from_ipc(self, use_shm: bool = False, **_: Any) -> None:
-        """Receive a sync and load it. Raises EngineError with what loading raised, once the sender is heard out."""
+        """Receive the weights of one sync and load them. Raises EngineError after the stream has ended."""
         if self.device is None:
             self.device = torch.device(f"{get_device_name()}:{self.local_rank}")
         loading, failure = self.bebop_loading(), None
@@ -36,7 +36,9 @@ class EngineWorker(vLLMColocateWorkerExtension, WorkerExtension):
             try:
                 if failure is None:
                     loading.add(tensors)
-            except Exception as error:  # kept as text: its frames hold the bucket, which the receiver must close
+            except (
+                Exception
+            ) as error:  # as text: its traceback would keep the bucket alive, which the receiver must close
                 traceback.print_exception(error)
                 failure = str(error) if isinstance(error, BebopError) else f"{type(error).__name__}: {error}"
 
@@ -51,5 +53,5 @@ class EngineWorker(vLLMColocateWorkerExtension, WorkerExtension):
             self._bebop_arrived.found |= loading.digests.found
 
     def bebop_arrived(self) -> dict[str, Any]:
-        """Checksums of the weights as they arrived last."""
+        """Checksums of the weights that arrived last."""
         return asdict(self._bebop_arrived.checksums())

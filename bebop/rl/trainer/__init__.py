@@ -1,1 +1,1 @@
-"""The trainer's process of a GRPO run, and the worker that holds the policy."""
+"""The trainer of a GRPO run, the worker that holds the policy, and the process around them."""

@@ -1,6 +1,7 @@
 """Group advantages of GRPO: (reward - mean) / standard deviation, both over the group's n responses (arXiv 2402.03300).
 
-verl 0.9.1's `grpo` divides by the deviation with n - 1 in its denominator, which turns 1.732 of [1, 0, 0, 0] into 1.5.
+verl 0.9.1's `grpo` divides by the deviation with n - 1 in its denominator: the first advantage of rewards [1, 0, 0, 0]
+is 1.5 there, and 1.732 here.
 Registered with verl as `bebop_grpo`.
 """
 
@@ -28,8 +29,8 @@ def group_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, the same [B, T] tensor.
 
-    token_level_rewards, response_mask: [B, T]; index: [B], the group of each row. A group without spread gets 0.
-    `algorithm.norm_adv_by_std_in_grpo=false` leaves the division out (arXiv 2503.20783).
+    token_level_rewards, response_mask: [B, T]; index: [B], the group of each row. Equal rewards in a group give
+    advantages of 0. With `algorithm.norm_adv_by_std_in_grpo=false` nothing is divided (arXiv 2503.20783).
     """
     if config is not None:
         norm_adv_by_std_in_grpo = config.get("norm_adv_by_std_in_grpo", norm_adv_by_std_in_grpo)

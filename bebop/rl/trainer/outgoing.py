@@ -1,9 +1,8 @@
-"""The policy as it leaves the trainer: each tensor under the name, and in the form, of the checkpoint it came from.
+"""The policy's tensors as the trainer sends and saves them: with the names and shapes of the original checkpoint.
 
-In memory transformers 5 holds experts stacked, and a model's text part under names of its own; engines and users know
-the checkpoint's. transformers' own reverse of that conversion, the one of `save_pretrained`, is applied to each tensor.
-A tied tensor has one name here, the one that transformers ties the others to: a copy in another bucket of a sync would
-find its original missing.
+transformers 5 stacks experts in memory and renames a model's text part, while engines and users know the checkpoint's
+names. So each tensor passes through transformers' own reverse conversion, which `save_pretrained` uses. A tied tensor
+is sent once, under the name that transformers ties the others to: vLLM refuses a copy that arrives in another bucket.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from bebop.mtp.checkpoint import Tensors
 
 
 class Outgoing:
-    """What a trainer sends and saves of `module`, transformers' model under FSDP2, loaded from the directory of
-    `layout`. heads: the tensors of the MTP layers by name, as the directory has them, without copies.
+    """Tensors of `module`, transformers' model under FSDP2, which was loaded from the directory of `layout`.
 
-    Raises ValueError for a tensor that the directory has not, or in another shape, before anything is sent.
+    heads: the tensors of the MTP layers by name, as they are in the directory, without copies of others.
+    Raises ValueError before anything is sent if a tensor is not in the directory, or has another shape there.
     """
 
     def __init__(self, module: Any, layout: Layout) -> None:
@@ -40,9 +39,9 @@ class Outgoing:
                     )
 
     def backbone(self, device: Any, least: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor outside the MTP layers, whole, once; to be walked through by all ranks alike.
+        """Every tensor outside the MTP layers, whole, once; all ranks must iterate over it together.
 
-        Values come in the directory's own type, or in `least` where that is finer.
+        Values have the directory's own type, or `least` if that is more precise.
         """
         for name, tensor in self._held():
             whole = tensor.to(device, non_blocking=True).full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -51,7 +50,7 @@ class Outgoing:
                 yield known, part.to(dtype).contiguous()
 
     def copies(self, known: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Other names that a directory has a tied tensor under, for a checkpoint that is written over it."""
+        """The tied tensor's other names in the directory, which a new checkpoint needs too."""
         for copy, original in self.tied.items():
             if original == known and copy in self.layout.shapes:
                 yield copy, tensor

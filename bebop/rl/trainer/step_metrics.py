@@ -1,4 +1,4 @@
-"""One RL step in numbers: pure functions over what verl's batch holds, and the record that the monitor reads."""
+"""The numbers of one RL step: pure functions of the contents of verl's batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bebop.verifiers import FAILURES
 
 
 def counts_of(fields: Mapping[str, Any]) -> DraftCounts | None:
-    """Draft counts of one response out of verl's extra_fields; None where the engine reported none."""
+    """Draft counts of one response, from verl's extra_fields; None if the engine reported none."""
     drafts = fields.get("spec_num_verify_steps")
     if not drafts:
         return None
@@ -24,19 +24,19 @@ def counts_of(fields: Mapping[str, Any]) -> DraftCounts | None:
 
 
 def pooled(counts: Sequence[DraftCounts | None]) -> DraftCounts | None:
-    """Counts of a batch, added up; None where no response has any."""
+    """Sum of a batch's counts; None if no response has any."""
     known = [one for one in counts if one is not None]
     return sum(known, DraftCounts()) if known else None
 
 
 def mean_of_requests(counts: Sequence[DraftCounts | None]) -> float | None:
-    """Mean of the requests' own acceptance lengths (verl's average), over requests that drafted."""
+    """Mean over requests of their acceptance lengths (verl's average); requests without drafts are left out."""
     lengths = [one.acceptance_length for one in counts if one is not None and one.num_drafts]
     return sum(lengths) / len(lengths) if lengths else None
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> float | None:
-    """Mean of `values` [B, T] where `mask` [B, T] is set: entropy over emitted tokens only. None without any."""
+    """Mean of `values` [B, T] where `mask` [B, T] is set, for example over response tokens. None if nowhere."""
     chosen = values[mask.bool()]
     return chosen.double().mean().item() if chosen.numel() else None
 
@@ -52,9 +52,9 @@ def zero_spread_share(groups: Sequence[str], rewards: Sequence[float]) -> float 
 def largest_probability_gap(
     trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, rows: Tensor
 ) -> float | None:
-    """max |p_trainer - p_rollout| over the set positions of the chosen `rows` [B] bool; None where there is none.
+    """max |p_trainer - p_rollout| where `mask` is set, in the chosen `rows` [B] bool; None if there are none.
 
-    Not a number anywhere makes the result NaN.
+    Any value that is not finite makes the result NaN.
     """
     chosen = mask.bool() & rows.bool().unsqueeze(1)
     if not chosen.any():
@@ -64,7 +64,7 @@ def largest_probability_gap(
 
 
 def verifier_failures(fields: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Share of a batch's rewards that failed in the box, and their number by kind; {} where none came from the box."""
+    """Share of a batch's rewards that failed in the box, and how many by kind; {} for rewards from elsewhere."""
     kinds = [(one.get("reward_extra_info") or {}).get("verifier_failure") for one in fields]
     if not kinds or kinds[0] is None:
         return {}
@@ -73,7 +73,7 @@ def verifier_failures(fields: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def staleness(tags: Sequence[Mapping[str, Any]], trained_version: int) -> list[int]:
-    """Versions between the oldest weights that sampled each response and the weights that train on it."""
+    """For each response, the versions from the oldest weights that sampled it to the weights that are trained."""
     return [trained_version - int(tag["min_global_steps"]) for tag in tags]
 
 

@@ -280,6 +280,6 @@ def _load_replica(engine: str) -> type:
     return RolloutReplicaRegistry.get(engine)
 
 
-for _engine, _info in ENGINES.items():
-    if _info.verl_server is not None:
+for _engine in ENGINES:
+    if ENGINES[_engine].verl_server is not None:
         RolloutReplicaRegistry.register(_engine, functools.partial(_load_replica, _engine))

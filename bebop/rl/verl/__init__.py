@@ -1,1 +1,1 @@
-"""bebop as a plug-in of verl: config, corrections, the CPU as a platform."""
+"""bebop as a plug-in of verl: config, patches, and the CPU as a platform."""

@@ -1,9 +1,9 @@
-"""A CPU as one of verl's platforms: one logical Ray "GPU" a process, gloo, shared memory for the weights.
+"""The CPU as one of verl's platforms: a logical Ray "GPU" for each process, gloo, weights through shared memory.
 
-verl 0.9.1 ships platforms for CUDA, ROCm and NPU only and resolves `VERL_PLATFORM` in its `PlatformRegistry`. Two
-of its habits shape this class: `get_device_id()` goes straight into `tensor.to(...)`, hence "cpu" in place of an
-index; and a worker finds its device in Ray's accelerator ids, hence the logical "GPU" resource. `VERL_ENGINE_DEVICE=
-cuda` goes with it, since verl registers its FSDP engine under accelerators' names; the engine is device-agnostic.
+verl 0.9.1 has platforms for CUDA, ROCm and NPU only, and finds `VERL_PLATFORM` in its `PlatformRegistry`. verl passes
+`get_device_id()` to `tensor.to(...)`, so it is "cpu" here and not a number. A worker looks for its device among Ray's
+accelerators, so it gets a logical "GPU". `VERL_ENGINE_DEVICE=cuda` is needed too: verl registers its FSDP engine, which
+runs on any device, under the names of accelerators.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEVICES_ENV = "BEBOP_LOGICAL_DEVICES"  # verl writes a worker's device numbers h
 
 
 def _device_module() -> types.ModuleType:
-    """What verl calls on `torch.<device>`: memory is the process's own, everything else has nothing to do."""
+    """What verl calls on `torch.<device>`; on a CPU almost all of it does nothing."""
     module = types.ModuleType("bebop.rl.verl.cpu_platform.device")
     nothing: Any = lambda *_, **__: None  # noqa: E731
     for name in ("empty_cache", "ipc_collect", "set_device", "synchronize", "set_per_process_memory_fraction"):
@@ -42,7 +42,7 @@ def _device_module() -> types.ModuleType:
 
 @PlatformRegistry.register(platform=NAME)
 class PlatformCPU(PlatformBase):
-    """See the module's docstring; every method answers for a process that owns "the" CPU."""
+    """See the module's docstring."""
 
     _device = _device_module()
 

