@@ -66,8 +66,8 @@ def wait_for_step(process: subprocess.Popen, run_dir: Path, step: int) -> None:
 
 
 def wait_for_phase(process: subprocess.Popen, run_dir: Path, phase: str) -> None:
-    log = run_dir / "grpo.log"
-    wait_for(process, run_dir, phase, lambda: log.exists() and phase in log.read_text(errors="replace"))
+    progress = run_dir / "progress.log"
+    wait_for(process, run_dir, phase, lambda: progress.exists() and phase in progress.read_text())
 
 
 def wait_for(process: subprocess.Popen, run_dir: Path, what: str, happened: Any) -> None:

@@ -56,10 +56,9 @@ PROBS_DIFF_LIMIT_GPU = {"float32": 1e-2, "bfloat16": 0.5}
 
 @dataclass(frozen=True)
 class Policy:
-    """Facts of the policy directory. family: of its heads, None if bebop does not know it."""
+    """Facts of the policy directory."""
 
     path: Path
-    family: str | None
     vocab_size: int
     largest: int  # number of elements of its largest tensor
     linear_attention: bool  # some layers have it
@@ -70,7 +69,7 @@ class Policy:
     def read(cls, path: Path) -> Policy:
         # these import transformers
         from bebop.mtp.checkpoint import num_mtp_layers, tensor_facts
-        from bebop.mtp.families import decoder_config, known_family, mixes_linear_attention
+        from bebop.mtp.families import decoder_config, mixes_linear_attention
 
         config_file = path / "config.json"
         if not config_file.exists():
@@ -78,10 +77,8 @@ class Policy:
         config = json.loads(config_file.read_text())
         provenance_file = path / "bebop.json"
         provenance = json.loads(provenance_file.read_text()) if provenance_file.exists() else {}
-        family = known_family(config)
         return cls(
             path=path,
-            family=family.name if family else None,
             vocab_size=decoder_config(config)["vocab_size"],
             largest=max(prod(shape) for shape, _ in tensor_facts(path).values()),
             linear_attention=mixes_linear_attention(config),
@@ -131,7 +128,7 @@ def complete(config: DictConfig) -> DictConfig:
             reward.path, reward.name = BOXED_REWARD, "compute_score"
         if config.bebop.probs_diff_limit is None:
             limits = PROBS_DIFF_LIMIT if config.trainer.device == "cpu" else PROBS_DIFF_LIMIT_GPU
-            config.bebop.probs_diff_limit = limits[config.actor_rollout_ref.rollout.dtype]
+            config.bebop.probs_diff_limit = limits.get(config.actor_rollout_ref.rollout.dtype, limits["bfloat16"])
     return config
 
 
