@@ -49,7 +49,7 @@ def test_draft_length_that_is_no_count_is_rejected(value, capsys):
     assert told in capsys.readouterr().err
 
 
-def test_draft_deeper_than_the_head_names_both_numbers_and_both_keys(capsys):
+def test_draft_deeper_than_the_head_names_both_keys(capsys):
     assert main(["sft", "rollout.num_speculative_tokens=4", "sft.depth=3"]) == 2
     message = capsys.readouterr().err
     assert "rollout.num_speculative_tokens: got 4" in message and "sft.depth=3" in message
@@ -122,7 +122,7 @@ def test_async_without_a_correction_is_refused(capsys):
     assert "trainer.importance_correction: got none" in capsys.readouterr().err
 
 
-def test_a_kernel_that_the_loss_does_not_have_is_refused_before_anything_loads(capsys):
+def test_kernel_missing_for_the_loss_is_refused_before_loading(capsys):
     assert main(["sft", "loss=hard_ce", "loss.impl=cpu"]) == 2
     assert "loss.impl: got cpu with loss.name=hard_ce" in capsys.readouterr().err
 
@@ -151,7 +151,7 @@ def test_show_and_dry_run_print_the_config_and_run_nothing(capsys, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_keys_that_no_file_mentions_can_be_set_swept_and_read():
+def test_keys_in_no_file_can_be_set_and_swept():
     values = composed("sft", "sft.lr=0.5", "+rollout.top_k=0", "++seed=${sft.grad_accum}", "recipe=losses")
     assert values["sft"]["lr"] == 0.5 and values["seed"] == 1
     assert values["rollout"]["temperature"] == 0.7 and values["rollout"]["tree_budget"] == 16
@@ -163,7 +163,7 @@ def test_multirun_expands_every_combination(capsys):
     assert out.count("# loss=") == 4 and "# loss=hard_ce sft.depth=4" in out
 
 
-def test_a_job_of_a_sweep_reads_its_words_as_the_sweep_wrote_them():
+def test_sweep_job_reads_its_overrides_unchanged():
     words = parse("sft", ["recipe=sft", "sft.depth=4", "run_dir=runs/a b"]).overrides
     assert parse("sft", words).overrides == words
 

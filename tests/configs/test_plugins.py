@@ -101,7 +101,7 @@ def test_a_name_is_registered_once(folder):
     assert "loss 'tv' is registered already" in done.stderr
 
 
-def test_a_rule_from_a_users_file_is_proven_and_scored_like_the_built_in_ones(tmp_path):
+def test_users_rule_is_proven_and_scored_like_built_in_ones(tmp_path):
     """A rule that accepts half of what it could is lossless; nothing but its file is added."""
     (tmp_path / "my_rule.py").write_text(RULE)
     code = (
@@ -170,7 +170,7 @@ def test_a_task_from_a_users_file_gives_prompts_and_rewards(tmp_path):
 
 
 @pytest.mark.e2e
-def test_a_rule_an_engine_and_a_task_from_users_files_run_in_eval(tmp_path, tiny_random):
+def test_users_rule_engine_and_task_run_in_eval(tmp_path, tiny_random):
     (tmp_path / "my_rule.py").write_text(RULE)
     (tmp_path / "my_engine.py").write_text(ENGINE)
     (tmp_path / "my_task.py").write_text(TASK)

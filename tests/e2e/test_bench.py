@@ -30,7 +30,7 @@ def table(path):
         return list(csv.DictReader(file))
 
 
-def test_bench_measures_both_kinds_at_each_batch_size_and_writes_their_conditions(planned):
+def test_bench_measures_both_engines_at_each_batch_size(planned):
     folder, summary = planned
     rows = table(folder / "bench.csv")
     assert [(row["batch_size"], row["speculation"]) for row in rows] == [
@@ -44,7 +44,7 @@ def test_bench_measures_both_kinds_at_each_batch_size_and_writes_their_condition
     assert json.loads((folder / "summary.json").read_text())["rows"] == summary["rows"]
 
 
-def test_the_plan_times_every_length_and_its_schedule_is_what_was_measured(planned):
+def test_plan_times_every_length_and_measures_its_schedule(planned):
     folder, summary = planned
     plan = table(folder / "plan.csv")
     assert [(row["batch_size"], row["k"]) for row in plan] == [

@@ -51,7 +51,7 @@ def test_samples_follow_the_policy_whatever_is_drafted(tmp_path, model_type):
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 @torch.no_grad()
-def test_an_update_comes_in_any_order_and_a_head_that_is_not_whole_is_refused(repo, tmp_path, model_type):
+def test_update_works_in_any_order_and_incomplete_heads_are_refused(repo, tmp_path, model_type):
     before, after = (
         random_checkpoint(tmp_path / str(seed), model_type=model_type, seed=seed, **SHAPES[model_type])
         for seed in (1, 2)

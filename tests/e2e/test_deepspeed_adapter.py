@@ -126,7 +126,7 @@ def _run(script, tmp_path):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def test_muon_is_torchs_with_updates_of_adamws_size_and_clips_gradients_before_its_momentum(tmp_path):
+def test_muon_scales_updates_and_clips_gradients_before_momentum(tmp_path):
     """Relative to the way that training went; both orthogonalise in bfloat16. Unclipped, it goes elsewhere."""
     found = _run(MUON, tmp_path)
     assert max(found["clipped"].values()) < 0.03, found

@@ -103,7 +103,7 @@ def records_of(folder: Path, model_type: str) -> list[dict]:
 
 
 @pytest.mark.e2e
-def test_heads_trained_for_a_qwen3_5_policy_without_any_are_served_and_accepted_as_scored(tmp_path, monkeypatch):
+def test_fresh_qwen3_5_heads_are_accepted_as_scored(tmp_path, monkeypatch):
     """Self-distilled text, fresh heads from the last layer, the directory into vLLM as it is, by bebop's own stages."""
     monkeypatch.setenv("BEBOP_HOME", str(tmp_path / "home"))
     policy = random_checkpoint(tmp_path / "policy", model_type="qwen3_5_text", linear_layers=False, mtp=False)

@@ -36,7 +36,7 @@ def trained(tmp_path, monkeypatch, policy, zero_stage: int):
     return losses, scores, Tensors(result.checkpoint)
 
 
-def test_experts_and_a_frozen_correction_train_alike_under_zero_1_and_3(tmp_path, monkeypatch):
+def test_experts_train_alike_under_zero_1_and_3(tmp_path, monkeypatch):
     policy = random_checkpoint(tmp_path / "policy", model_type="deepseek_v3", num_heads=4)
     before, config = Tensors(policy), read_config(policy)
     (one, _, written), (three, _, again) = (trained(tmp_path, monkeypatch, policy, stage) for stage in (1, 3))

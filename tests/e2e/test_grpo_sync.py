@@ -64,9 +64,7 @@ def test_native_heads_and_stacked_experts_are_served_as_trained(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("engine", "first"), [("vllm", True), ("vllm", False), ("torch", False)])
-def test_what_the_receiver_raises_ends_the_run_with_that_error_within_a_minute(
-    tmp_path: Path, engine: str, first: bool
-):
+def test_receivers_error_ends_the_run_within_a_minute(tmp_path: Path, engine: str, first: bool):
     policy = random_checkpoint(tmp_path / "policy", hidden_size=256)
     if first:
         tensors = load_file(policy / "model.safetensors")

@@ -52,7 +52,7 @@ def killed_and_resumed(tiny_random: Path, tmp_path_factory: pytest.TempPathFacto
     return run_dir
 
 
-def test_async_run_on_trees_is_on_policy_logged_whole_and_resumed(killed_and_resumed: Path):
+def test_async_run_on_trees_is_on_policy_logged_and_resumed(killed_and_resumed: Path):
     check_records(killed_and_resumed, steps=5)
     records = read_steps(killed_and_resumed)
     assert records[0].probs_diff_max is not None  # everything is on-policy there
@@ -64,7 +64,7 @@ def test_async_run_on_trees_is_on_policy_logged_whole_and_resumed(killed_and_res
     assert checkpoints.latest(killed_and_resumed) == 5
 
 
-def test_sync_run_on_trees_is_on_policy_and_a_killed_server_ends_it_with_its_error(tiny_random: Path, tmp_path: Path):
+def test_sync_run_on_trees_ends_with_a_killed_servers_error(tiny_random: Path, tmp_path: Path):
     run_dir = tmp_path / "run"
     process = start(values("sync", steps=500, save_every=500), run_dir, tiny_random)
     wait_for_step(process, run_dir, 3)

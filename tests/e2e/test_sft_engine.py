@@ -76,7 +76,7 @@ def test_observed_acceptance_of_the_served_heads_equals_the_scored_one(heads, tm
     assert evaluate.run(config, tmp_path)["tasks"] == summary["tasks"]
 
 
-def test_an_engine_with_other_heads_than_the_checkpoint_raises_the_alarm(heads, tiny_random, tmp_path, monkeypatch):
+def test_engine_with_other_heads_raises_the_alarm(heads, tiny_random, tmp_path, monkeypatch):
     """The trained heads are scored; the engine (bebop's own, quick to start) drafts with the untrained ones."""
     result, _ = heads
     engine = evaluate.stage.make_engine

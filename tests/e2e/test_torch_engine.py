@@ -97,7 +97,7 @@ def warped_joint(policy, temperature, filters):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kind", [CHAIN, RHEO], ids=["chain", "rheo"])
-def test_the_first_three_tokens_of_20000_requests_follow_the_policys_exact_joint(start, policies, kind, temperature):
+def test_first_three_tokens_of_20000_requests_follow_the_joint(start, policies, kind, temperature):
     engine = start(kind, max_num_seqs=2000, max_model_len=32)
     assert p_value(engine, exact.joint(policies[0], PROMPT, temperature), temperature, 20_000) > 1e-3
     assert engine.counts().acceptance_length > 1.5
@@ -110,7 +110,7 @@ def test_every_other_rule_and_tree_follows_it_too(start, policies, kind):
 
 
 @pytest.mark.parametrize("kind", [CHAIN, RHEO], ids=["chain", "rheo"])
-def test_a_tied_llama_with_heads_of_its_own_layer_is_sampled_exactly(start, llama, kind):
+def test_tied_llama_with_fresh_heads_is_sampled_exactly(start, llama, kind):
     engine = start(kind, llama, max_num_seqs=2000, max_model_len=32)
     assert p_value(engine, exact.joint(llama, PROMPT, 0.7), 0.7, 10_000) > 1e-3
     assert engine.counts().acceptance_length > 1.2
@@ -170,7 +170,7 @@ def test_greedy_text_is_the_policys_by_every_rule_and_tree(start, policies, kind
 
 
 @pytest.mark.parametrize("kind", EVERY.values(), ids=EVERY)
-def test_a_seed_gives_the_same_tokens_alone_in_any_batch_and_in_any_order(start, kind):
+def test_seed_gives_the_same_tokens_in_any_batch(start, kind):
     engine = start(kind)
     sampling = Sampling(temperature=0.7, max_tokens=30, ignore_eos=True)
     prompts, seeds = PROMPTS * 4, list(range(16))
@@ -183,7 +183,7 @@ def test_a_seed_gives_the_same_tokens_alone_in_any_batch_and_in_any_order(start,
 
 
 @pytest.mark.parametrize("kind", EVERY.values(), ids=EVERY)
-def test_logprobs_are_the_policys_at_the_sampling_temperature_speculation_or_not(start, policies, kind):
+def test_logprobs_are_at_the_sampling_temperature_with_speculation(start, policies, kind):
     engine = start(kind)
     for rollout in engine.generate(PROMPTS, Sampling(temperature=0.7, max_tokens=40, ignore_eos=True)):
         assert len(rollout.logprobs) == len(rollout.token_ids) == 40
@@ -196,7 +196,7 @@ def test_logprobs_are_the_policys_at_the_sampling_temperature_speculation_or_not
         assert list(counts.accepted_per_depth) == sorted(counts.accepted_per_depth, reverse=True)
 
 
-def test_requests_of_other_temperatures_and_filters_in_one_batch_stay_themselves(start, policies):
+def test_requests_with_different_settings_do_not_affect_each_other(start, policies):
     engine = start(RHEO)
     asked = [
         Sampling(temperature=t, top_k=k, max_tokens=30, ignore_eos=True, seed=5)
@@ -216,7 +216,7 @@ def test_requests_of_other_temperatures_and_filters_in_one_batch_stay_themselves
 
 
 @pytest.mark.parametrize("kind", [CHAIN, RHEO], ids=["chain", "rheo"])
-def test_a_stop_inside_an_accepted_run_cuts_tokens_logprobs_and_versions_alike(start, kind):
+def test_stop_token_cuts_tokens_logprobs_and_versions(start, kind):
     stop, limit = 5, 12
     rollouts = start(kind).generate(
         [PROMPTS[0]] * 200, Sampling(max_tokens=limit, stop_token_ids=(stop,), ignore_eos=True)
@@ -234,7 +234,7 @@ def test_a_stop_inside_an_accepted_run_cuts_tokens_logprobs_and_versions_alike(s
     assert any(e > len(r.token_ids) for e, r in zip(emitted, rollouts, strict=True) if r.finish_reason == "stop")
 
 
-def test_the_end_of_text_ends_a_response_unless_it_is_ignored_and_the_length_is_the_models_limit(start, policies):
+def test_response_ends_at_end_of_text_or_length_limit(start, policies):
     engine = start(RHEO, max_model_len=64)
     ended = engine.generate([PROMPT] * 50, Sampling(max_tokens=1000))
     end = next(r.token_ids[-1] for r in ended if r.finish_reason == "stop")
@@ -251,7 +251,7 @@ def heads_of(policy):
     return {name: t for name, t in load_file(policy / "model.safetensors").items() if name.startswith(HEADS)}
 
 
-def test_engine_and_checkpoint_have_the_same_checksums_after_start_and_after_swaps(start, policies):
+def test_engine_checksums_equal_the_checkpoints_after_start_and_updates(start, policies):
     engine = start(CHAIN)
     assert engine.checksums() == checkpoint_checksums(policies[0])
     backbone = {n: t for n, t in load_file(policies[1] / "model.safetensors").items() if not n.startswith(HEADS)}
@@ -297,7 +297,7 @@ def wait_for(engine, num_drafts):
 
 
 @pytest.mark.parametrize("kind", [CHAIN, RHEO], ids=["chain", "rheo"])
-def test_running_requests_go_on_with_the_new_weights_and_say_which_tokens_they_sampled(start, policies, kind):
+def test_running_requests_continue_with_new_weights_and_version_their_tokens(start, policies, kind):
     engine = start(kind)
     sampling = Sampling(temperature=0.7, max_tokens=200, ignore_eos=True)
     with ThreadPoolExecutor(1) as pool:
@@ -342,7 +342,7 @@ def test_abort_returns_what_there_is_and_keep_continues_it(start):
             assert all(r.finish_reason == "length" for r in rollouts)
 
 
-def test_requests_beyond_the_slots_wait_for_one_and_get_their_own_tokens(start):
+def test_requests_beyond_the_slots_wait_and_get_their_own_tokens(start):
     sampling = Sampling(max_tokens=25, ignore_eos=True)
     few, many = start(RHEO, max_num_seqs=3), start(RHEO)
     prompts, seeds = PROMPTS * 3, list(range(12))
@@ -351,7 +351,7 @@ def test_requests_beyond_the_slots_wait_for_one_and_get_their_own_tokens(start):
     assert [r.token_ids for r in narrow] == [r.token_ids for r in wide]
 
 
-def test_a_nan_in_one_requests_rows_is_its_error_alone_with_request_and_row_named(start, policies):
+def test_nan_fails_only_its_request_and_names_the_row(start, policies):
     engine = start(RHEO)
     embedding = engine._policy.embedding
     embedding[7] = torch.nan  # token 7 alone
@@ -408,7 +408,7 @@ def test_a_request_id_that_runs_already_is_refused(start):
     assert asyncio.run(twice()).request_id == "same"
 
 
-def test_an_engine_that_breaks_ends_its_requests_with_the_error_and_says_so_ever_after(start, monkeypatch):
+def test_broken_engine_gives_its_error_to_all_requests(start, monkeypatch):
     engine = start(RHEO)
     monkeypatch.setattr(engine._rounds, "step", lambda version: 1 / 0)
     with pytest.raises(EngineDied, match="division by zero"):

@@ -87,7 +87,7 @@ def test_logprobs_and_greedy_tokens_are_equal_without_speculation(fresh, policie
         assert np.abs(np.array(rollout.logprobs) - wanted).max() < 1e-5
 
 
-def test_a_stop_inside_an_accepted_run_cuts_tokens_logprobs_and_versions_alike(fresh):
+def test_stop_token_cuts_tokens_logprobs_and_versions(fresh):
     stop, limit = 5, 12
     rollouts = fresh.generate([PROMPTS[0]] * 200, Sampling(max_tokens=limit, stop_token_ids=(stop,), ignore_eos=True))
     reasons = {rollout.finish_reason for rollout in rollouts}
@@ -137,7 +137,7 @@ def heads_of(policy):
     return {name: t for name, t in load_file(policy / "model.safetensors").items() if name.startswith(HEADS)}
 
 
-def test_engine_and_checkpoint_have_the_same_checksums_after_start_and_after_swaps(fresh, policies):
+def test_engine_checksums_equal_the_checkpoints_after_start_and_updates(fresh, policies):
     assert fresh.checksums() == checkpoint_checksums(policies[0])
     backbone = {n: t for n, t in load_file(policies[1] / "model.safetensors").items() if not n.startswith(HEADS)}
     held = fresh.update_weights(backbone, version=3)
@@ -163,7 +163,7 @@ def test_an_update_that_does_not_fit_changes_nothing(fresh, name, tensor, messag
     assert (fresh.checksums(), fresh.version) == (before, 0)
 
 
-def test_running_requests_go_on_with_the_new_weights_and_say_which_tokens_they_sampled(fresh, policies):
+def test_running_requests_continue_with_new_weights_and_version_their_tokens(fresh, policies):
     sampling = Sampling(temperature=0.7, max_tokens=200, ignore_eos=True)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(fresh.generate, PROMPTS * 8, sampling)
@@ -205,7 +205,7 @@ def test_block_verification_is_refused_before_the_engine_starts(policies):
         make_engine(RolloutSection(rule="block", **LIMITS), policies[0])
 
 
-def test_a_killed_engine_ends_the_request_with_its_error_and_leaves_no_process(policies):
+def test_killed_engine_fails_its_request_and_leaves_no_process(policies):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     engine = make_engine(RolloutSection(**LIMITS), policies[0])
     caught = []

@@ -107,7 +107,7 @@ def alone(engine):
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["as_listed", "reversed"])
-def test_a_seeded_request_gets_the_same_tokens_and_acceptances_in_a_batch_as_alone(engine, alone, order):
+def test_seeded_request_is_the_same_in_any_batch(engine, alone, order):
     cases = CASES[::order]
     rollouts, observed = sample(engine, cases)
     for case, rollout in zip(cases, rollouts, strict=True):
@@ -117,7 +117,7 @@ def test_a_seeded_request_gets_the_same_tokens_and_acceptances_in_a_batch_as_alo
     assert (observed["mispaired"], observed["resumed"]) == (0, [])
 
 
-def test_preemption_between_draft_and_verification_keeps_the_pairing_and_the_distribution(engine, alone, policy):
+def test_preemption_between_draft_and_verification_keeps_the_distribution(engine, alone, policy):
     """A preempted request loses the draft that it had, and the random numbers of that draft with it: its tokens are
     those it gets alone up to there, and other samples of the same distribution after."""
     rollouts, observed = sample(engine, LONG)
@@ -136,7 +136,7 @@ def test_preemption_between_draft_and_verification_keeps_the_pairing_and_the_dis
     assert abs(excess_surprise(policy, rollouts)) < 4
 
 
-def test_prompts_of_one_token_that_join_a_batch_leave_the_others_their_draft_probabilities(engine, alone):
+def test_one_token_prompts_leave_other_draft_probabilities_unchanged(engine, alone):
     """vLLM 0.31.0 pads such a prompt with drafts of -1: as it came, it then forgets q of the whole batch."""
     running = LONG[:3]
     joining = [Case((1,), 20 + i, 6) for i in range(9)]

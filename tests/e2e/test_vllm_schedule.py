@@ -78,7 +78,7 @@ def test_each_batch_drafts_as_its_range_says(engine, batch, k):
             assert drafted > 2 * (engine.counts().num_drafts - before.num_drafts)
 
 
-def test_a_running_engine_takes_another_schedule_and_refuses_one_that_it_cannot_follow(engine, policy):
+def test_running_engine_changes_schedule_and_refuses_longer_drafts(engine, policy):
     sampling = Sampling(max_tokens=12, ignore_eos=True)
     engine.set_draft_schedule({"1+": 0})
     before = engine.counts()

@@ -51,7 +51,7 @@ def test_statistics_obey_pinsker_and_entropies_are_not_negative(pairs, temperatu
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=1, max_size=5))
-def test_end_to_end_loss_is_a_probability_and_falls_with_alpha(alphas):
+def test_end_to_end_loss_is_a_probability_decreasing_in_alpha(alphas):
     alpha = torch.tensor(alphas, dtype=torch.float64).requires_grad_()
     loss = e2e_tv(alpha)
     loss.sum().backward()

@@ -25,7 +25,7 @@ from bebop.spec import Streams, TreeGrower, TreeSpec, apply_sampling, verify_tre
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     seed=st.integers(0, 2**32),
 )
-def test_tree_is_connected_within_budget_and_emits_a_path_and_one_token(
+def test_tree_is_connected_and_within_budget(
     method, batch, width, depth, budget, leads, support, vocabulary, sharpness, top_k, top_p, dtype, seed
 ):
     generator = torch.Generator().manual_seed(seed)

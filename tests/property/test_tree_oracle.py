@@ -123,7 +123,7 @@ def one_level(p: torch.Tensor, q: torch.Tensor) -> Model:
     return Model([q.log().unsqueeze(0)], [p.unsqueeze(0), p.expand(len(p), -1)])
 
 
-def test_two_siblings_of_the_check_vector_are_accepted_with_nine_tenths():
+def test_two_siblings_are_accepted_with_probability_0_9():
     """p = [.5, .3, .2], q = [.2, .2, .6], two children: the output is p and the node's acceptance .90."""
     law = emitted_law(one_level(P, Q), TreeSpec("rheo", 2, 1, 2, 0))
     assert law.root_acceptance == pytest.approx(0.90, abs=1e-12) and law.total_variation <= EXACT
@@ -137,7 +137,7 @@ def test_certain_top_1_child_is_accepted_with_its_target_probability():
         assert law.root_acceptance == pytest.approx(0.51, abs=1e-12) and law.total_variation <= EXACT
 
 
-def test_rheo_accepts_more_than_rrsw_and_rrsw_more_than_topk_on_average():
+def test_rheo_accepts_more_than_rrsw_than_topk():
     """Temperature 1, drafts near the target; the order the paper reports."""
     lengths = {}
     for method in ("topk", "rrsw", "rheo"):
@@ -177,7 +177,7 @@ def test_fault_siblings_judged_without_the_update_shows(monkeypatch):
     assert emitted_law(one_level(P, Q), TreeSpec("rheo", 2, 1, 2, 0)).total_variation > 1e-3
 
 
-def test_fault_probe_judged_by_q_instead_of_q_over_z_shows(monkeypatch):
+def test_probe_verified_with_unnormalised_q_is_detected(monkeypatch):
     right = tree_grow.children
 
     def faulty(logits, *args, **kwargs):

@@ -87,7 +87,7 @@ def test_block_estimate_equals_enumeration_of_its_tests(seed):
 
 
 @pytest.mark.parametrize("rule", list(RULES))
-def test_both_estimates_of_a_rule_agree_and_hold_for_text_of_any_sampler(rule):
+def test_both_estimates_of_a_rule_agree_for_any_sampler(rule):
     """By enumeration: from the policy's own text, given the text, and from another policy's text with its weights."""
     p, q = _model(3)
     other, _ = _model(4)

@@ -123,7 +123,7 @@ def test_text_of_another_sampler_is_corrected_by_its_probabilities():
     assert abs(unweighted.accepted[1] - expected.accepted[1]) > 1e-3
 
 
-def test_documents_are_numbered_over_batches_and_no_anchor_is_an_error():
+def test_documents_are_numbered_over_batches():
     head, batch = case([[Q, Q]], [[P, P]], [[0, 1]])
     scores = score_batches(head, [batch, batch], VOCABULARY, VOCABULARY, temperature=1.0)
     assert scores.document.tolist() == [0, 1, 2, 3] and scores.num_documents == 4

@@ -96,7 +96,7 @@ def test_samples_keep_documents_and_supervision_apart(text):
     assert all(one["loss_mask"][0, start : start + 5].sum() == 0 for start in starts)
 
 
-def test_another_version_of_the_package_is_refused_with_what_to_install(monkeypatch):
+def test_wrong_package_version_is_refused_with_the_right_one(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.8.0")
     with pytest.raises(ConfigError, match=r"got version 0\.8\.0, expected 0\.9\.0.*bench-speculators\.in"):
         baseline.require()

@@ -102,7 +102,7 @@ def test_random_checkpoint_is_neither_flat_nor_certain(tmp_path):
     assert load_heads(random_checkpoint(tmp_path / "plain", vocab=8, mtp=False)) is None
 
 
-def test_tiny_policy_is_made_once_and_found_by_what_made_it(home):
+def test_tiny_policy_is_made_once_and_cached_by_config(home):
     model = Model(name="tiny", tiny=FAST)
     first = prepare_policy(model, 0, progress=False)
     stamp = (first / "model.safetensors").stat().st_mtime_ns
@@ -149,11 +149,11 @@ def test_a_text_longer_than_the_policys_positions_is_refused_before_any_work(tin
     assert not (home / "policies").exists()
 
 
-def test_hf_directory_in_the_mimo_layout_is_used_as_it_is(tiny_random, home):
+def test_hf_directory_in_mimo_layout_is_used_unchanged(tiny_random, home):
     assert prepare_policy(Model(name="hf", path=tiny_random), 0) == tiny_random.resolve()
 
 
-def test_plain_qwen2_directory_gets_an_mtp_layer_and_keeps_its_tensors(tmp_path, home):
+def test_plain_qwen2_gets_an_mtp_layer_and_keeps_its_tensors(tmp_path, home):
     source = random_checkpoint(tmp_path / "plain", mtp=False)
     made = prepare_policy(Model(name="hf", path=source), 0)
     before, after = load_file(source / "model.safetensors"), load_file(made / "model.safetensors")
@@ -177,7 +177,7 @@ def test_plain_qwen2_directory_gets_an_mtp_layer_and_keeps_its_tensors(tmp_path,
         ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "sliding"),
     ],
 )
-def test_a_directory_that_does_not_map_is_refused_in_one_line(tmp_path, home, config, message):
+def test_unmappable_directory_is_refused_in_one_line(tmp_path, home, config, message):
     if config:
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message) as error:
@@ -190,7 +190,7 @@ def test_missing_directory_is_refused(home):
         prepare_policy(Model(name="hf", path=Path("/nowhere/at/all")), 0)
 
 
-def test_tiny_tasks_of_the_config_are_those_it_was_trained_on(repo):
+def test_tiny_tasks_are_those_of_pretraining(repo):
     import yaml
 
     from bebop.config import Task

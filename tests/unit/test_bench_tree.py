@@ -40,7 +40,7 @@ def test_error_of_the_pooled_length_is_that_of_repeated_experiments():
     assert paired < told, "the prompts' own difficulty is out of it"
 
 
-def test_a_clear_gain_tells_what_survives_in_speed_and_an_unclear_one_does_not():
+def test_surviving_speed_is_given_only_for_a_clear_gain():
     drafts = np.full(50, 100)
     noise = np.arange(50) % 5
     topk, rheo = tally(200 + noise, drafts, seconds=1.0), tally(215 + noise, drafts, seconds=1 / 1.04)
@@ -69,7 +69,7 @@ def test_every_variant_is_a_section_of_the_torch_engine():
     assert [kind.rollout.tree_leads for kind in kinds[5:]] == [0, 1, 2, 3]
 
 
-def test_more_leads_than_a_tree_has_room_for_are_refused_by_their_key():
+def test_too_many_leads_are_refused_by_their_key():
     with pytest.raises(ConfigError, match=r"bench\.tree\.leads 3: expected 0 to rollout\.tree_width - 1 = 2"):
         tree.variants(config(rollout={"tree_width": 3}))
 

@@ -41,7 +41,7 @@ def drafted(backbone, head, ids: list[int], anchor: int, paths: list[tuple[int, 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("method", "temperature"), [("rheo", 1.0), ("rheo", 0.5), ("topk", 1.0), ("topk", 0.0)])
-def test_scored_trees_are_those_of_the_policys_and_the_heads_own_computation(policy, method, temperature):
+def test_tree_scores_equal_those_from_policy_and_head(policy, method, temperature):
     backbone, head = load_backbone(policy, dtype=torch.float64), load_heads(policy).double()
     rollout = RolloutSection(engine="torch", tree=method, tree_leads=1, **SHAPE)
     scorer = TreeScorer(policy, torch.float64, [rollout])

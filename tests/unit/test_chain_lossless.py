@@ -161,7 +161,7 @@ def norm(table: Tensor) -> Tensor:
     return table / table.sum(-1, keepdim=True)
 
 
-def test_block_accepts_at_least_as_many_as_rejection_and_more_on_some_models():
+def test_block_accepts_at_least_as_many_as_rejection():
     gains = []
     for seed in range(20):
         target, draft = random_tables(4, 3, seed), random_tables(3, 3, seed + 100)
@@ -176,7 +176,7 @@ def test_block_of_one_draft_is_rejection_sampling():
     assert all(one[run] == pytest.approx(other[run], abs=1e-15) for run in one)
 
 
-def test_rejection_accepts_the_overlap_and_target_only_the_target_of_the_argmax():
+def test_single_draft_acceptance_matches_the_formula_of_each_rule():
     target, draft = constant_tables(P, 2), constant_tables(Q, 1)
     assert mean_accepted(enumerate_emitted("rejection", target, draft, 1)) == pytest.approx(0.6)
     assert mean_accepted(enumerate_emitted("target_only", target, draft, 1)) == pytest.approx(0.2)
@@ -200,7 +200,7 @@ def test_enumeration_catches_resampling_from_the_target():
 
 
 @pytest.mark.parametrize("fault", ["none", "unfiltered_q"])
-def test_draft_filtered_by_top_k_is_judged_by_the_filtered_distribution(fault):
+def test_top_k_draft_is_verified_against_the_filtered_distribution(fault):
     """Drafts come from the top 3 of 8 logits. q of all 8 makes acceptance 1.0 and the output [.4718, .3162, .2120]."""
     logits = torch.tensor([3, 2.6, 2.2, 1, 0.6, 0.2, 0, -0.4], dtype=torch.float64)
     kept = norm(torch.where(torch.arange(8) < 3, logits.exp(), 0.0))
@@ -269,7 +269,7 @@ def test_verify_chain_samples_what_the_enumeration_says(rule, kind):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_drafts_of_different_length_in_one_batch_are_each_verified_as_if_alone(rule):
+def test_drafts_of_different_lengths_are_verified_independently(rule):
     """Rows of 2 drafts and rows of 1 in one call; each half has the distribution of its own length."""
     num = 200_000
     target, draft = random_tables(3, 4, 56), random_tables(2, 4, 57)
@@ -322,7 +322,7 @@ def test_draft_accept_and_residual_draws_are_independent():
     torch.testing.assert_close(frequency, torch.tensor([0.101, 0.201, 0.265, 0.434]), atol=0.003, rtol=0)
 
 
-def test_verify_chain_spends_different_random_numbers_on_accepting_and_on_the_final_token():
+def test_acceptance_and_final_token_use_different_random_numbers():
     """Were they one stream, the final token would follow from the accept draw: their dependence is tested."""
     num = 200_000
     p, q = P.expand(num, 2, 3), Q.expand(num, 1, 3)

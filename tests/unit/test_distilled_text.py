@@ -85,7 +85,7 @@ def test_long_text_is_cut(tmp_path, tokenizer):
     assert len(row.input_ids) == len(row.loss_mask) == 20
 
 
-def test_a_cut_is_counted_in_one_line_that_names_its_key(tmp_path, tokenizer, caplog):
+def test_cut_sequences_are_counted_in_one_line_with_the_key(tmp_path, tokenizer, caplog):
     file = _file(tmp_path, [{"text": "1 + 2 " * 50}, {"text": "1 + 2"}, {"text": "3 + 4 " * 30}])
     with caplog.at_level(logging.INFO):
         load_file(file, tokenizer, max_tokens=20)
@@ -102,7 +102,7 @@ def test_a_prompt_above_the_limit_is_cut_as_well(tmp_path, tokenizer):
     assert len(row.input_ids) == 20 and not any(row.loss_mask)
 
 
-def test_a_turn_that_leaves_its_generation_prompt_is_supervised_from_there_on(tmp_path, thinking, caplog):
+def test_turn_without_its_generation_prompt_is_supervised_from_the_difference(tmp_path, thinking, caplog):
     """Without reasoning behind an opened <think>: as far as both go, the role alone, is the prompt."""
     (row,) = load_file(_file(tmp_path, [{"messages": CHAT[:2]}]), thinking, max_tokens=512)
     assert _supervised(row, thinking) == "Answer: 3<|endoftext|>"
@@ -112,7 +112,7 @@ def test_a_turn_that_leaves_its_generation_prompt_is_supervised_from_there_on(tm
     assert not caplog.messages
 
 
-def test_rewritten_history_makes_a_row_of_each_turn_as_the_model_would_have_seen_it(tmp_path, thinking, caplog):
+def test_rewritten_history_makes_a_row_of_each_turn(tmp_path, thinking, caplog):
     chat = [m | {"reasoning": "So " if m["role"] == "assistant" else None} for m in CHAT]
     first, second, plain = load_file(
         _file(tmp_path, [{"messages": chat}, {"messages": chat[:2]}]), thinking, max_tokens=512
@@ -207,7 +207,7 @@ def _config(path, policy, **rollout):
     )
 
 
-def test_given_text_is_made_anew_at_another_limit_or_under_another_chat_template(tmp_path, tiny_random):
+def test_provided_text_is_remade_for_another_limit_or_template(tmp_path, tiny_random):
     policy = shutil.copytree(tiny_random, tmp_path / "policy")
     file = _file(tmp_path, [{"messages": CHAT}] * 3)
 

@@ -51,7 +51,7 @@ def test_tally_counts_first_three_tokens():
     assert counts.sum() == 3
 
 
-def test_joint_of_a_checkpoint_is_a_distribution_and_sharpens_with_temperature(tmp_path):
+def test_joint_is_a_distribution_that_sharpens_with_temperature(tmp_path):
     path = random_checkpoint(tmp_path / "p", vocab=8, seed=1)
     warm, cold = exact.joint(path, (1, 2, 3, 4), 1.0), exact.joint(path, (1, 2, 3, 4), 0.7)
     for probs in (warm, cold):

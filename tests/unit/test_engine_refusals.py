@@ -26,7 +26,7 @@ def policy(path, depth=None, layers=1):
     return path
 
 
-def test_draft_longer_than_the_head_was_trained_names_both_numbers_and_keys(tmp_path):
+def test_draft_longer_than_the_trained_head_names_both_keys(tmp_path):
     with pytest.raises(ConfigError) as caught:
         check_policy(RolloutSection(num_speculative_tokens=4), policy(tmp_path, depth=3))
     for part in ("rollout.num_speculative_tokens", "4", "sft.depth", "3"):
@@ -43,7 +43,7 @@ def test_draft_longer_than_the_head_was_trained_names_both_numbers_and_keys(tmp_
     ],
 )
 @pytest.mark.parametrize("cpu", [True, False])
-def test_hybrids_run_without_prefix_cache_and_in_bfloat16_on_a_cpu(tmp_path, monkeypatch, config, mixed, cpu):
+def test_hybrids_run_without_prefix_cache_in_bfloat16_on_cpu(tmp_path, monkeypatch, config, mixed, cpu):
     monkeypatch.setattr("bebop.engines.vllm_engine.fixes.on_cpu", lambda: cpu)
     (tmp_path / "config.json").write_text(json.dumps(config))
     told = engine_arguments(RolloutSection(), tmp_path, seed=0, dtype="bfloat16")
@@ -58,7 +58,7 @@ def test_draft_as_long_as_trained_or_untrained_head_passes(tmp_path):
     check_policy(RolloutSection(num_speculative_tokens=5), policy(tmp_path))
 
 
-def test_speculation_without_a_head_is_refused_and_plain_decoding_is_not(tmp_path):
+def test_only_speculation_needs_a_head(tmp_path):
     with pytest.raises(EngineRefused, match="no MTP head"):
         check_policy(RolloutSection(), policy(tmp_path, layers=0))
     check_policy(RolloutSection(speculation="none"), policy(tmp_path, layers=0))
@@ -75,7 +75,7 @@ def test_block_verification_is_refused_where_vllm_would_draft_greedily(on_cpu, v
         refuse_block(RolloutSection(rule="block"), on_cpu=on_cpu, v2_runner=v2)
 
 
-def test_a_rule_that_vllm_does_not_serve_is_refused_by_name(tmp_path):
+def test_rule_unsupported_by_vllm_is_refused_by_name(tmp_path):
     rollout, path = RolloutSection(rule="lazy"), policy(tmp_path)
     with pytest.raises(EngineRefused, match=r"rollout\.rule: got lazy, but rollout\.engine=vllm.* rejection"):
         engine_arguments(rollout, path, seed=0, dtype="float32")

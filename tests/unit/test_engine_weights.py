@@ -30,7 +30,7 @@ def test_digests_in_any_order_are_the_checkpoints_checksums(policy):
     assert noted(policy, tensors).checksums() == noted(policy, backwards).checksums() == checkpoint_checksums(policy)
 
 
-def test_a_large_backbone_is_sampled_and_says_so_and_heads_are_whole(policy, monkeypatch):
+def test_digest_samples_a_large_backbone_but_not_heads(policy, monkeypatch):
     monkeypatch.setattr(weights, "WHOLE_UP_TO", 1000)
     monkeypatch.setattr(weights, "SAMPLE", 64)
     tensors = load_file(policy / "model.safetensors")

@@ -15,7 +15,7 @@ def _clustered(rng, prompts=80, each=30, slope=-0.5, shared=0.3):
     return entropy, 3.5 + slope * entropy + noise, prompt
 
 
-def test_the_interval_over_tokens_covers_the_slope_though_prompts_share_their_noise():
+def test_token_slope_interval_covers_with_noise_shared_by_prompt():
     """Of 95 % intervals 9 in 10 cover here; those of independent tokens cover less than half."""
     rng, covered, naive = np.random.default_rng(0), 0, 0
     for _ in range(100):
@@ -66,7 +66,7 @@ def test_too_little_is_undetermined():
         ({"temperatures": [0.0]}, r"temperatures"),
     ],
 )
-def test_an_eval_that_cannot_be_scored_is_refused_before_anything_loads(changes, message):
+def test_unscorable_eval_is_refused_before_loading(changes, message):
     whole = EvalConfig(
         model=Model(name="tiny"), data=Data(tasks=[Task(name="chain_sum")]), rollout=RolloutSection()
     ).model_dump()

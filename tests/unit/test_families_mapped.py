@@ -74,14 +74,14 @@ def logits_differ(directory: Path, model, length: int = 40) -> float:
 
 @pytest.mark.parametrize("kind", ["mimo", "qwen3_5_text", "glm4_moe"])
 @pytest.mark.parametrize("mtp", [True, False])
-def test_a_directory_of_a_known_family_is_a_policy_as_it_stands(tmp_path, home, kind, mtp):
+def test_directory_of_a_known_family_is_used_unchanged(tmp_path, home, kind, mtp):
     source = random_checkpoint(tmp_path / kind, model_type=kind, mtp=mtp)
     assert prepare_policy(Model(name="hf", path=source), 0) == source.resolve()
     assert (load_heads(source) is not None) == mtp
 
 
 @torch.no_grad()
-def test_a_published_mimo_is_read_as_the_layout_without_its_own_code(tmp_path):
+def test_published_mimo_is_read_without_its_own_code(tmp_path):
     """The same weights say the same under either model_type, to training and to the torch engine."""
     mimo, layout = (random_checkpoint(tmp_path / kind, model_type=kind) for kind in ("mimo", "qwen2"))
     config = json.loads((mimo / "config.json").read_text())
@@ -116,7 +116,7 @@ def test_a_policy_keeps_its_type_config_files_and_logits(tmp_path, home, kind, v
 
 
 @pytest.mark.parametrize(("kind", "values"), OWN_CLASS)
-def test_what_vllm_cannot_serve_by_itself_gets_heads_of_its_own_class(tmp_path, home, kind, values):
+def test_policy_unsupported_by_plain_vllm_gets_its_own_heads(tmp_path, home, kind, values):
     source, _ = save(tmp_path, kind, **values)
     made = prepared(source)
     assert known_family(config_of(made)).name == "decoder"
@@ -157,7 +157,7 @@ def test_weights_are_written_in_the_chosen_type(tmp_path, home):
     ("kind", "values"),
     [("mistral", {"sliding_window": 64}), ("qwen2", {"use_sliding_window": True, "sliding_window": 64})],
 )
-def test_a_window_that_works_is_refused_and_one_that_cannot_is_left_out(tmp_path, home, caplog, kind, values):
+def test_active_sliding_window_is_refused_and_inactive_one_ignored(tmp_path, home, caplog, kind, values):
     source, model = save(tmp_path, kind, **values, max_window_layers=0)
     for length in (None, 65):
         with pytest.raises(ValueError, match=r"sliding_window=64.*rollout\.max_model_len"):
@@ -227,7 +227,7 @@ def _no_tokenizer(source: Path) -> None:
         (_no_tokenizer, "no tokenizer"),
     ],
 )
-def test_a_directory_that_its_readers_take_for_different_models_is_refused(tmp_path, home, harm, message):
+def test_directory_that_readers_interpret_differently_is_refused(tmp_path, home, harm, message):
     source, _ = save(tmp_path, "llama", shard="1GB")
     harm(source)
     with pytest.raises(ValueError, match=message) as error:

@@ -89,7 +89,7 @@ def test_keys_that_arrow_fills_with_nulls_are_dropped(write):
         assert second["tool_calls"][0]["function"] == {"name": "f", "arguments": {"city": "Rome"}}
 
 
-def test_a_template_that_raises_leaves_its_row_out_and_says_why(write, tokenizer):
+def test_failing_chat_template_drops_the_row_with_a_reason(write, tokenizer):
     strict = type(tokenizer).from_pretrained(tokenizer.name_or_path)
     strict.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
@@ -215,7 +215,7 @@ def _write_any(draw: random.Random, rows: list, path: Path) -> Path:
     return path.with_suffix(".jsonl")
 
 
-def test_random_files_are_trained_left_out_or_refused_in_one_line(tmp_path, tokenizer):
+def test_random_files_are_trained_or_refused_in_one_line(tmp_path, tokenizer):
     ends = Counter()
     for seed in range(300):
         draw = random.Random(seed)

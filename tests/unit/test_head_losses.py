@@ -122,7 +122,7 @@ def test_tau_max_clamps_the_loss_and_stops_its_gradient():
 
 
 @pytest.mark.parametrize("name", ["lk", "kl", "hard_ce"])
-def test_tau_max_is_not_for_losses_beyond_1_such_as_those_of_the_warm_up(name):
+def test_tau_max_applies_only_to_losses_up_to_1(name):
     arguments = inputs()
     loss, _ = head_loss(name, *arguments, tau_max=0.01)
     loss.backward()
@@ -206,7 +206,7 @@ def test_expected_acceptance_refuses_other_shapes_and_nan():
 
 
 @pytest.mark.parametrize("name", ["hard_ce", "kl", "reverse_kl", "lk_hybrid"])
-def test_a_loss_without_a_kernel_refuses_to_be_asked_for_one(name):
+def test_loss_without_a_kernel_refuses_an_impl(name):
     draft, target, weight = torch.randn(1, 2, 3), torch.randn(3, 3), torch.randn(5, 3)
     index = torch.tensor([[0, 1]])
     with pytest.raises(ValueError, match=rf"^impl: got 'cpu', .* the loss {name} has no kernel"):

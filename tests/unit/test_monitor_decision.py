@@ -82,7 +82,7 @@ def test_constant_entropy_gives_no_decision():
     assert decision.update is None and decision.reason == "undetermined: entropy is constant (0.4 nats)"
 
 
-def test_drafts_of_mixed_lengths_give_no_decision_and_no_conditional_acceptance_below_the_first():
+def test_mixed_draft_lengths_give_no_decision():
     history = [replace(entry, counts=replace(entry.counts, mixed_lengths=True)) for entry in run(mismatch=-0.5)]
     decision = decide(MonitorState(history))
     assert decision.update is None and "mixed lengths" in decision.reason
@@ -101,7 +101,7 @@ def test_no_drafts_is_no_data_not_zero():
     assert decide(MonitorState([])).update is None
 
 
-def test_too_few_steps_are_undetermined_and_say_how_many_are_needed():
+def test_too_few_steps_are_undetermined_with_the_number_needed():
     decision = decide(MonitorState(run()[:7], min_steps=8))
     assert decision.update is None and decision.reason == "undetermined: 7 steps with drafts, at least 9 are needed"
 
@@ -168,7 +168,7 @@ def test_parts_add_up_and_mismatch_is_the_regression_residual():
     assert parts.recent.value == pytest.approx(-0.2, abs=2e-3)
 
 
-def test_interval_of_the_recent_mismatch_holds_what_it_says_and_the_slope_widens_it():
+def test_mismatch_interval_covers_and_includes_the_slopes_error():
     inside, widths = 0, {}
     for seed in range(200):
         recent = decompose(run(noise=0.05, seed=seed, drift=-0.3)).recent

@@ -50,7 +50,7 @@ def text_of(page: Path) -> str:
     return html.unescape(" ".join(re.sub(r"<[^>]*>", " ", page.read_text()).split()))
 
 
-def test_report_needs_only_the_json_files_and_loads_nothing_from_elsewhere(tmp_path):
+def test_report_needs_only_the_runs_json_files(tmp_path):
     first, copy = tmp_path / "first", tmp_path / "copy <of> it"
     write_run_json(first, "demo", {"seed": 0, "monitor": {"early_steps": 15, "min_steps": 8, "min_mismatch": 0.05}})
     write_heads(first)
@@ -77,7 +77,7 @@ def test_report_needs_only_the_json_files_and_loads_nothing_from_elsewhere(tmp_p
         assert definition in text, definition
 
 
-def test_report_of_a_run_that_is_still_going_with_a_torn_line(tmp_path):
+def test_report_of_a_running_run_with_a_torn_line(tmp_path):
     write_rl(tmp_path, num_steps=6)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-30])
@@ -114,7 +114,7 @@ def test_report_keeps_draft_lengths_apart(tmp_path):
     assert "k=1, rejection, T=1 20" in text and "k=3, rejection, T=1 20" in text
 
 
-def test_report_of_a_folder_without_records_is_an_error_that_says_what_to_give(tmp_path):
+def test_report_of_a_folder_without_records_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"no records in metrics\.jsonl; give the folder of a run"):
         write_report(tmp_path)
 

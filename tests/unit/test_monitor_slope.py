@@ -52,7 +52,7 @@ def test_slope_of_a_line_is_exact(array):
         ([0.2, 0.3, 0.4, 0.5], [2.0, None, 2.0, math.inf], r"acceptance is not finite at point 1 \(2 of 4\)"),
     ],
 )
-def test_no_slope_is_undetermined_with_its_reason_and_has_no_numbers(entropy, acceptance, reason):
+def test_missing_slope_is_undetermined_with_a_reason(entropy, acceptance, reason):
     slope = fit_slope(entropy, acceptance)
     assert slope.status == "undetermined"
     assert re.search(reason, slope.reason)

@@ -47,7 +47,7 @@ def test_step_without_speculation_survives_json():
     assert step_from_json(step_to_json(record)) == record
 
 
-def test_non_finite_values_are_strict_json_and_come_back_as_floats(tmp_path):
+def test_non_finite_values_survive_strict_json(tmp_path):
     with JsonlSink(tmp_path) as sink:
         sink.write(step(0, probs_diff_max=math.nan, step_s=math.inf, extra={"loss": -math.inf}))
         sink.write({"kind": "sft", "step": 0, "loss": np.float32("nan"), "alpha": np.array([0.5, np.inf])})
@@ -58,7 +58,7 @@ def test_non_finite_values_are_strict_json_and_come_back_as_floats(tmp_path):
     assert math.isnan(sft["loss"]) and sft["alpha"] == [0.5, math.inf]
 
 
-def test_torn_last_line_is_left_out_and_a_resumed_run_goes_on_behind_it(tmp_path):
+def test_resumed_run_continues_after_a_torn_last_line(tmp_path):
     with JsonlSink(tmp_path) as sink:
         for number in range(3):
             sink.write(step(number))
@@ -78,7 +78,7 @@ def test_whole_last_line_without_newline_is_kept(tmp_path):
     assert [record.step for record in read_steps(tmp_path)] == [0, 1]
 
 
-def test_of_two_lines_of_one_step_the_later_counts_within_its_kind(tmp_path):
+def test_later_line_of_one_step_and_kind_counts(tmp_path):
     with JsonlSink(tmp_path) as sink:
         for number, reward in [(0, 0.0), (1, 0.1), (2, 0.2), (1, 0.9)]:
             sink.write(step(number, reward_mean=reward))
@@ -89,7 +89,7 @@ def test_of_two_lines_of_one_step_the_later_counts_within_its_kind(tmp_path):
     assert len(read_records(tmp_path, "sft")) == 1 and len(read_records(tmp_path, "note")) == 2
 
 
-def test_bad_line_in_the_middle_is_an_error_that_names_it(tmp_path):
+def test_bad_line_in_the_middle_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "note"}\n{"kind": "no\n{"kind": "note"}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl:2: got "):
         read_records(tmp_path)
@@ -100,7 +100,7 @@ def test_record_without_a_kind_is_refused(tmp_path):
         sink.write({"step": 1})
 
 
-def test_run_json_says_what_made_the_run_and_keeps_the_first_start_on_resume(tmp_path):
+def test_run_json_keeps_the_first_start_on_resume(tmp_path):
     path = write_run_json(tmp_path, "grpo", {"seed": 1, "run_dir": tmp_path})
     write_run_json(tmp_path, "grpo", {"seed": 2})
     made_by = json.loads(path.read_text())

@@ -31,7 +31,7 @@ def write_run(run_dir, num_steps: int = 40) -> None:
             sink.write(StepRecord(t, entropy, counts, 3, "rejection", 1.0, reward_mean=t / 100))
 
 
-def test_summary_has_reward_acceptance_slope_and_decision_with_what_they_are_over(tmp_path):
+def test_summary_has_reward_acceptance_slope_and_decision(tmp_path):
     write_run(tmp_path)
     write_run_json(tmp_path, "grpo", {"monitor": {"early_steps": 12, "min_steps": 8, "min_mismatch": 0.1}})
     summary = summarise(tmp_path)
@@ -48,7 +48,7 @@ def test_summary_has_reward_acceptance_slope_and_decision_with_what_they_are_ove
     json.dumps(json.loads(write_summary(tmp_path, summary).read_text()))
 
 
-def test_engine_with_other_heads_than_the_trainer_is_an_alarm_with_both_checksums(tmp_path):
+def test_engine_with_other_heads_gives_both_checksums(tmp_path):
     def record(step: int, engine: str | None, gap: float | None = 1e-6) -> StepRecord:
         counts = DraftCounts(100, 300, (80, 48, 24))
         return StepRecord(step, 0.4, counts, 3, "rejection", 1.0, probs_diff_max=gap,
@@ -71,7 +71,7 @@ def test_engine_with_other_heads_than_the_trainer_is_an_alarm_with_both_checksum
     assert "Alarm." in write_report(tmp_path).read_text()
 
 
-def test_summary_of_a_folder_without_steps_says_no_data_and_has_no_zeros(tmp_path):
+def test_summary_without_steps_has_no_data_instead_of_zeros(tmp_path):
     with JsonlSink(tmp_path) as sink:
         sink.write({"kind": "sft", "step": 1, "loss": 0.5})
     summary = summarise(tmp_path)
@@ -88,7 +88,7 @@ def test_summary_of_a_folder_without_steps_says_no_data_and_has_no_zeros(tmp_pat
     assert summary["decision"] == "undetermined" and summary["decision_reason"].startswith("no data")
 
 
-def test_entropy_range_comes_from_config_then_records_then_the_heads_provenance(tmp_path):
+def test_entropy_range_comes_from_config_then_records_then_checkpoint(tmp_path):
     assert state_of(tmp_path).entropy_range is None
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "bebop.json").write_text('{"entropy_range": [0.1, 0.9]}')

@@ -52,7 +52,7 @@ def run_program(mode: str, run_dir: Path, first: int = 0, last: int = 6) -> subp
     )
 
 
-def test_offline_run_without_network_and_key_completes_and_says_how_to_sync(tmp_path):
+def test_offline_run_completes_and_says_how_to_sync(tmp_path):
     run_dir = tmp_path / "a run, k=3"
     done = run_program("offline", run_dir)
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,7 @@ def test_unknown_mode_names_the_key_and_the_choices():
         check_wandb("on")
 
 
-def test_logged_keys_are_namespaced_per_depth_and_every_own_key_is_defined():
+def test_logged_keys_are_namespaced_and_defined():
     record = StepRecord(3, 0.4, DraftCounts(100, 300, (80, 48, 24)), 3, "rejection", 1.0, reward_mean=0.5,
                         extra={"rollout/spec_accept_length": 2.5, "sync_s": 0.1})  # fmt: skip
     flat = flatten(record)

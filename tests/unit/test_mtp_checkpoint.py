@@ -48,7 +48,7 @@ def without(policy: Path, dest: Path, prefix: str) -> Path:
     return dest
 
 
-def test_written_heads_are_read_back_and_the_backbone_is_byte_identical(tiny_random, tmp_path):
+def test_written_heads_are_read_back_with_an_unchanged_backbone(tiny_random, tmp_path):
     head = init_heads(tiny_random, "random", seed=5)
     out = write_checkpoint(tiny_random, tmp_path / "out", head_state(head), {"loss": "e2e_tv", "mtp_depth": 3})
     read = load_heads(out)
@@ -90,7 +90,7 @@ def test_dropped_tensors_are_named(sharded, tmp_path):
         write_checkpoint(sharded, tmp_path / "out2", {}, {}, drop=["nothing"])
 
 
-def test_heads_added_to_a_policy_without_any_make_it_claim_them(tiny_random, tmp_path):
+def test_config_claims_heads_that_were_added(tiny_random, tmp_path):
     plain = without(tiny_random, tmp_path / "plain", "model.mtp_layers.")
     edit_config(plain, num_nextn_predict_layers=0, architectures=["Qwen2ForCausalLM"])
     assert load_heads(plain) is None
@@ -109,7 +109,7 @@ def test_a_claimed_mtp_layer_without_its_tensors_is_an_error(tiny_random, tmp_pa
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_missing_or_surplus_head_tensor_is_an_error_with_both_counts(tiny_random, sharded, tmp_path):
+def test_missing_or_extra_head_tensor_gives_both_counts(tiny_random, sharded, tmp_path):
     lacking = without(tiny_random, tmp_path / "lacking", "model.mtp_layers.0.input_proj")
     with pytest.raises(ValueError, match=r"15 tensors .* expected 16; missing \['input_proj.weight'\]"):
         load_heads(lacking)
@@ -178,7 +178,7 @@ def test_heads_start_from_the_last_layer(tiny_random):
 
 
 class TestChecksum:
-    def test_order_of_names_does_not_matter_but_names_shapes_and_values_do(self):
+    def test_checksum_depends_on_names_shapes_and_values_not_order(self):
         a, b = torch.arange(6.0), torch.ones(2)
         one = checksum({"a": a, "b": b})
         assert len(one) == 16 and one == checksum({"b": b, "a": a})

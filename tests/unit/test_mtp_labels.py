@@ -78,7 +78,7 @@ def test_anchor_whose_horizon_leaves_the_supervised_span_is_dropped_whole():
     assert anchors(batch, 5).tolist() == []
 
 
-def test_targets_and_labels_of_anchors_are_shifted_by_one_per_depth():
+def test_targets_and_labels_shift_by_one_per_depth():
     (batch,) = pack([(list(range(100, 108)), [0, 0, 0, 1, 1, 1, 1, 1])], 16)
     at = anchors(batch, 3)
     assert target_index(at, 3).tolist() == [[3, 4], [4, 5], [5, 6]]

@@ -26,7 +26,7 @@ from bebop.records import DraftCounts, Sampling
 RATES = (0.6, 0.3, 0.1)
 
 
-def test_acceptance_length_of_k_drafts_is_one_more_than_the_first_k_rates():
+def test_acceptance_length_is_one_plus_the_first_k_rates():
     assert acceptance_lengths(RATES) == pytest.approx((1.0, 1.6, 1.9, 2.0))
 
 
@@ -37,7 +37,7 @@ def test_drafts_of_every_length_tell_about_the_depths_they_reach():
         acceptance({1: (10, (5,)), 2: (0, (0, 0))})
 
 
-def test_the_choice_is_the_most_tokens_per_second_and_zero_where_nothing_pays():
+def test_choice_maximises_speed_and_is_zero_without_gain():
     step_s = {1: (0.100, 0.110, 0.120, 0.150), 64: (0.5, 0.9, 1.2, 1.6), 8: (0.10, 0.15, 0.185, 0.22)}
     choices = choose(step_s, {1: 0.098, 8: 0.10, 64: 0.5}, RATES)
     assert [(choice.batch_size, choice.k) for choice in choices] == [(1, 2), (8, 1), (64, 0)]
@@ -52,7 +52,7 @@ def test_a_gain_within_the_margin_is_left_alone(gain, k):
     assert choice.k == k
 
 
-def test_a_gain_over_the_drafting_engines_own_plain_steps_alone_does_not_count():
+def test_gain_must_also_beat_the_plain_engine():
     (choice,) = choose({4: (1.04, 1.4)}, {4: 1.0}, (0.44,))  # 1.44 / 1.4 beats 1 / 1.04, not 1 / 1.0
     assert (choice.k, choice.pays) == (0, False)
     assert choice.reason == "no draft promises 5% more than none: k = 0"
@@ -64,7 +64,7 @@ def _of_speeds(speeds, plain=1.0):
     return {1: tuple(length / speed for length, speed in zip(lengths, speeds, strict=True))}, {1: 1 / plain}
 
 
-def test_where_no_draft_pays_and_k_0_of_the_drafting_engine_is_worst_its_fastest_is_taken():
+def test_fastest_k_is_chosen_if_k_0_is_slowest():
     (choice,) = choose(*_of_speeds((0.87, 1.031, 1.005, 0.952)), RATES)
     assert (choice.k, choice.pays) == (1, False)
     assert choice.reason == (
@@ -78,7 +78,7 @@ def test_where_no_draft_pays_and_k_0_of_the_drafting_engine_is_worst_its_fastest
     assert (choice.k, choice.pays) == (0, False), "k = 0 is as good as plain decoding, within the margin"
 
 
-def test_the_verdict_tells_whether_to_speculate_and_why_a_batch_drafts_without_gain():
+def test_verdict_says_whether_and_why_to_speculate():
     step_s, plain_s = _of_speeds((1.0, 1.2, 1.5, 1.4))
     (pays,) = choose(step_s, plain_s, RATES)
     (forced,) = choose(*_of_speeds((0.87, 1.031, 1.005, 0.952)), RATES)
@@ -91,7 +91,7 @@ def test_the_verdict_tells_whether_to_speculate_and_why_a_batch_drafts_without_g
     assert verdict([forced, none], "1:1 2+:0").startswith(f"{nowhere}, so set rollout.speculation=none; an engine")
 
 
-def test_between_two_sizes_step_times_are_interpolated_and_not_the_smaller_ones_k_kept():
+def test_step_times_between_measured_batch_sizes_are_interpolated():
     step_s, plain_s = {1: (1.0, 1.2), 8: (1.0, 1.9)}, {1: 1.0, 8: 1.0}
     found = schedule(step_s, plain_s, (0.5,))
     assert list(found) == list(range(1, 9))
@@ -128,7 +128,7 @@ def test_the_floor_counts_heads_and_lm_head_once_per_draft():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_bytes_of_a_pass_leave_out_the_table_of_embeddings_unless_it_is_the_lm_head(tmp_path, tied):
+def test_pass_bytes_leave_out_untied_embeddings(tmp_path, tied):
     half = torch.bfloat16
     tensors = {
         "model.embed_tokens.weight": torch.zeros(10, 4, dtype=half),
@@ -143,7 +143,7 @@ def test_bytes_of_a_pass_leave_out_the_table_of_embeddings_unless_it_is_the_lm_h
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "qwen3_next"])
-def test_bytes_of_a_mixture_of_experts_are_those_of_one_token_and_of_the_head_that_is_served(tmp_path, model_type):
+def test_expert_bytes_are_those_of_one_token(tmp_path, model_type):
     """Heads numbered on from the decoder's layers, or not; with copies of the policy's tables and a second MTP layer,
     which no engine reads."""
     policy = random_checkpoint(tmp_path, model_type=model_type, hidden_size=32, num_heads=4)
@@ -196,7 +196,7 @@ def test_the_plot_marks_what_was_chosen(tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 5000
 
 
-def test_a_pass_in_which_the_machine_was_slow_does_not_move_a_step_against_the_plain_one():
+def test_slow_pass_does_not_change_relative_step_times():
     from bebop.bench.rollout.planner import Window
     from bebop.bench.rollout.probe import relative_steps
 
@@ -222,7 +222,7 @@ class SlowlyFilled:
         self.asked.append(sampling.max_tokens)
 
 
-def test_a_probe_whose_requests_did_not_meet_is_repeated_with_longer_responses():
+def test_probe_without_a_full_batch_repeats_with_longer_responses():
     engine = SlowlyFilled(enough=2 * probe_module.PROBE_TOKENS + 1)
     window = probe_module._timed(engine, [[1], [2]], Sampling())
     assert window.step_s == 2 and engine.asked == [20, 40, 60]

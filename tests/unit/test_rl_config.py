@@ -193,7 +193,7 @@ def test_any_family_with_heads_is_composed(model_type: str, tmp_path: Path):
     assert verl.actor_rollout_ref.rollout.enable_prefix_caching
 
 
-def test_linear_attention_on_a_cpu_is_bfloat16_alone_and_caches_no_prefix(tmp_path: Path):
+def test_linear_attention_on_cpu_needs_bfloat16_and_no_prefix_cache(tmp_path: Path):
     path = random_checkpoint(tmp_path / "policy", model_type="qwen3_5_text", num_heads=4, dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"model\.dtype=float32.*set model\.dtype=bfloat16") as caught:
         compose(grpo_config(), Policy.read(path), tmp_path)
@@ -211,9 +211,7 @@ def test_linear_attention_on_a_cpu_is_bfloat16_alone_and_caches_no_prefix(tmp_pa
         ("trainer.nnodes=2", r"nnodes=2, expected 1"),
     ],
 )
-def test_what_carries_no_heads_is_refused_by_name_before_anything_loads(
-    policy: Policy, tmp_path: Path, given: str, words: str
-):
+def test_policy_without_heads_is_refused_before_loading(policy: Policy, tmp_path: Path, given: str, words: str):
     with pytest.raises(ConfigError, match=words) as caught:
         compose(grpo_config(grpo={"verl_overrides": [given]}), policy, tmp_path)
     assert "\n" not in str(caught.value)
@@ -266,7 +264,7 @@ def test_micro_batches_divide_the_batch_and_bound_the_logits(policy: Policy):
     assert micro_batch(7, data, 10**9) == 1
 
 
-def test_the_line_of_a_workers_error_is_its_own_and_not_rays():
+def test_workers_error_line_is_its_own_not_rays():
     """As Ray words it: whose error, where, what."""
     message = (
         "\x1b[36mray::WorkerDict.init_model()\x1b[39m (pid=1, ip=192.0.2.2, actor_id=ab, repr=<object at 0x7f>)\n"
@@ -291,7 +289,7 @@ def test_a_reward_function_under_verls_keys_runs_in_the_box(policy: Policy, tmp_
     assert (kwargs.function, kwargs.sealed, kwargs.timeout_s) == ("my_rewards:judge", False, 30)
 
 
-def test_what_a_dead_engine_died_of_is_read_from_the_log(tmp_path: Path):
+def test_error_of_a_dead_engine_is_read_from_its_log(tmp_path: Path):
     log = tmp_path / "grpo.log"
     log.write_text(
         "(PolicyServer pid=1) (EngineCore pid=2) ERROR 12-01 [core.py:1] RuntimeError: Unexpected head dim size, 32\n"

@@ -70,7 +70,7 @@ def tie(policy: Path, *, copy: bool) -> Path:
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_a_tied_tensor_is_sent_once_and_saved_under_all_its_names(tmp_path: Path, copy: bool):
+def test_tied_tensor_is_sent_once_and_saved_under_all_names(tmp_path: Path, copy: bool):
     policy = tie(random_checkpoint(tmp_path / "policy"), copy=copy)
     outgoing = Outgoing(load(policy), Layout(policy))
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_values_leave_in_the_finer_of_both_types(tmp_path: Path):
         )
 
 
-def test_a_tensor_the_directory_has_not_is_named_before_anything_is_sent(tmp_path: Path):
+def test_unknown_tensor_is_named_before_anything_is_sent(tmp_path: Path):
     policy = random_checkpoint(tmp_path / "policy")
     model = load(policy)
     tensors = load_file(policy / "model.safetensors")

@@ -54,7 +54,7 @@ def test_lines_of_lost_steps_are_forgotten_and_others_kept(tmp_path: Path):
     assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:3]
 
 
-def test_processes_of_a_run_are_found_and_ended_and_no_others(tmp_path: Path):
+def test_only_processes_of_the_run_are_ended(tmp_path: Path):
     def start(run_dir: Path) -> subprocess.Popen:
         env = os.environ | {"BEBOP_RUN": str(run_dir)}
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=env, start_new_session=True)

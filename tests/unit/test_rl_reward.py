@@ -51,7 +51,7 @@ def test_parquet_keeps_the_order_of_training(prompts, tmp_path: Path):
     assert table[0]["prompt"] == rows(prompts)[0]["prompt"]
 
 
-def test_prompts_that_are_too_long_are_left_out_before_anything_is_sampled(tiny_random: Path):
+def test_too_long_prompts_are_left_out_before_sampling(tiny_random: Path):
     tokenizer = load_tokenizer(tiny_random)
     tasks = [Task(name="chain_sum", params={"min_terms": 2, "max_terms": 6})]
     all_of_them, none = prompts_that_fit(tasks, 12, 0, tokenizer, 1000)

@@ -38,7 +38,7 @@ def grpo_config(**rollout: object) -> GrpoConfig:
     return check("grpo", values)
 
 
-def test_the_engines_whole_section_reaches_its_server_and_the_record_tells_the_tree(tiny_random, tmp_path):
+def test_rollout_section_reaches_the_server_and_record_names_tree(tiny_random, tmp_path):
     from omegaconf import OmegaConf
 
     config = grpo_config(tree="rheo", tree_width=3, tree_depth=5, tree_budget=11, tree_leads=1)
@@ -70,7 +70,7 @@ def test_a_tree_that_would_be_ignored_is_refused(rollout, words):
         grpo_config(**rollout)
 
 
-def test_a_tree_may_be_deeper_than_its_heads_were_trained_and_a_chain_may_not(tiny_random, tmp_path):
+def test_only_trees_may_be_deeper_than_the_trained_heads(tiny_random, tmp_path):
     import dataclasses
 
     trained = dataclasses.replace(Policy.read(tiny_random), mtp_depth=3)
@@ -143,7 +143,7 @@ class Engine:
         self.aborted = False
 
 
-def test_what_arrives_between_abort_and_resumption_waits_for_the_new_weights():
+def test_requests_between_abort_and_resume_wait_for_new_weights():
     from bebop.rl.rollout.torch_server import TorchServer
 
     async def story() -> None:

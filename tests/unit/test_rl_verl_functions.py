@@ -146,7 +146,7 @@ class Queue:
         return chosen
 
 
-def test_a_long_prompt_among_short_ones_is_trained_and_never_requeued():
+def test_long_prompt_is_trained_and_never_requeued():
     queue = Queue(max_staleness=2, batch=2)
     queue.step = 1
     queue.add("long", 9)
@@ -169,7 +169,7 @@ def test_another_verl_is_refused():
         apply_all("0.9.2")
 
 
-def test_the_cpu_is_one_of_verls_platforms_and_the_patches_are_in_place():
+def test_cpu_is_a_verl_platform_and_patches_are_applied():
     import importlib.metadata
 
     from verl.utils import distributed

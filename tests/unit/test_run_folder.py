@@ -34,7 +34,7 @@ def owner(tmp_path):
     process.stdout.close()
 
 
-def test_second_process_in_a_folder_is_refused_until_the_first_ends(tmp_path, owner):
+def test_second_process_in_a_run_folder_is_refused(tmp_path, owner):
     with pytest.raises(DiskError, match=f"process {owner.pid} .* runs there"), owned(tmp_path):
         pass
     owner.kill()

@@ -53,7 +53,7 @@ def _front(card):
     return yaml.safe_load(card.split("---\n")[1])
 
 
-def test_a_card_says_what_trained_the_heads_and_how_good_they_are():
+def test_model_card_describes_training_and_acceptance():
     card = re.sub(" +", " ", merge(None, MADE, CONFIG))
     assert _front(card)["library_name"] == "transformers" and set(TAGS) <= set(_front(card)["tags"])
     for said in (
@@ -69,7 +69,7 @@ def test_a_card_says_what_trained_the_heads_and_how_good_they_are():
     assert "biased" not in card
 
 
-def test_a_policys_own_card_stays_and_a_second_training_replaces_its_section():
+def test_policys_own_card_stays_and_retraining_replaces_its_section():
     own = "---\nlicense: apache-2.0\ntags: [math]\n---\n# Owl\n\nA policy.\n"
     once = merge(own, MADE, CONFIG)
     assert _front(once) == {

@@ -32,7 +32,7 @@ def test_top_p_keeps_the_fewest_ids_that_reach_it():
         assert float(apply_sampling(logits)[0, 0, 0].log()) == pytest.approx(-0.6931, abs=1e-4)
 
 
-def test_top_k_keeps_exactly_k_ids_and_ties_go_to_the_lowest():
+def test_top_k_keeps_exactly_k_ids_with_stable_ties():
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
     assert apply_sampling(logits, top_k=2)[0].tolist() == [0, 0.5, 0.5, 0, 0]
     assert (
@@ -40,7 +40,7 @@ def test_top_k_keeps_exactly_k_ids_and_ties_go_to_the_lowest():
     )
 
 
-def test_draft_filtered_by_top_k_is_judged_by_what_it_was_sampled_from():
+def test_top_k_draft_is_verified_against_its_own_distribution():
     """Draft logits [3, 2.6, 2.2, 1, ...], top_k 3; target [.5, .3, .2, 0...]: acceptance .9718."""
     q = apply_sampling(torch.tensor([[3, 2.6, 2.2, 1, 0.6, 0.2, 0, -0.4]], dtype=torch.float64), top_k=3)[0]
     p = torch.tensor([0.5, 0.3, 0.2, 0, 0, 0, 0, 0], dtype=torch.float64)
@@ -69,7 +69,7 @@ def test_temperature_0_is_the_argmax_and_takes_over_smoothly():
     assert apply_sampling(torch.tensor([[1.0, 5.0, 4.0, 900.0]]), temperature=1e-6).tolist() == [[0, 0, 0, 1]]
 
 
-def test_temperature_0_in_a_mixed_batch_emits_the_greedy_text_by_every_rule():
+def test_temperature_0_in_a_mixed_batch_is_greedy():
     generator = torch.Generator().manual_seed(0)
     batch, depth = 400, 3
     logits = torch.randn(batch, depth + 1, 6, generator=generator, dtype=torch.float64)

@@ -41,7 +41,7 @@ def test_an_unmarked_answer_scores_nothing():
     assert [score(prompt, text) for prompt, text in zip(prompts, texts, strict=True)] == [0.0] * 50
 
 
-def test_prompts_are_the_same_for_the_same_arguments_and_others_for_another_seed():
+def test_prompts_depend_only_on_arguments_and_seed():
     one, same, other = (make_prompts(VARIANTS, 40, seed, "rl") for seed in (1, 1, 2))
     assert one == same
     assert {prompt.text for prompt in one}.isdisjoint({prompt.text for prompt in other})
@@ -60,7 +60,7 @@ def test_weights_are_shares_of_prompts():
     assert 0.68 < sum(prompt.task == "chain_sum" for prompt in prompts) / 400 < 0.82
 
 
-def test_instruction_stands_under_the_question_and_other_tasks_need_no_writer():
+def test_instruction_follows_the_question():
     task = Task(name="gcd", instruction='End with a line "Answer: ...".')
     (prompt,) = make_prompts([task], 1, 0, "eval")
     assert prompt.text == prompt.entry["question"] + '\nEnd with a line "Answer: ...".'
@@ -104,14 +104,14 @@ def test_a_response_without_an_answer_line_earns_nothing():
         (Task(name="chain_sum", params={"min_terms": 5, "max_terms": 2}), ["max_terms"]),
     ],
 )
-def test_a_wrong_task_is_refused_in_one_line_that_names_it(task, words):
+def test_wrong_task_is_refused_by_name_in_one_line(task, words):
     with pytest.raises(ValueError) as error:
         make_prompts([task], 1, 0, "rl")
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
 
 
-def test_a_task_with_no_question_in_the_split_is_an_error_not_an_endless_loop():
+def test_task_without_questions_in_the_split_is_an_error():
     single = Task(name="chain_sum", params={"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1})
     texts = {split_of(p.text) for split in SPLITS for p in _or_none(single, split)}
     assert texts <= set(SPLITS)
@@ -127,7 +127,7 @@ def _or_none(task, split):
         return []
 
 
-def test_threads_that_score_at_once_in_a_fresh_process_all_find_the_task(repo):
+def test_concurrent_threads_in_a_new_process_find_the_task(repo):
     script = """
 from concurrent.futures import ThreadPoolExecutor
 from bebop.data.tasks import dataset
@@ -144,7 +144,7 @@ def test_unknown_split_is_named():
 
 
 @pytest.mark.parametrize("name", ["gsm_symbolic", "list_functions"])
-def test_a_data_set_that_lists_its_items_is_made_at_once(name):
+def test_data_set_that_lists_its_items_is_made_once(name):
     """reasoning-gym keeps a list of `size` entries for these: 2^31 would be 17 GB."""
     from bebop.data.tasks import dataset
 

@@ -16,14 +16,14 @@ def tokenizer(tiny_random):
     return load_tokenizer(tiny_random)
 
 
-def test_it_is_loaded_through_qwen2s_class_with_its_own_special_tokens(tokenizer):
+def test_tokenizer_loads_through_qwen2s_class_with_its_special_tokens(tokenizer):
     assert type(tokenizer).__name__ == "Qwen2Tokenizer"
     assert 300 < len(tokenizer) < 600
     assert tokenizer.eos_token == "<|endoftext|>"
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
 
 
-def test_digits_are_single_tokens_and_fixed_words_behind_a_space_are_one(tokenizer):
+def test_digits_and_fixed_words_are_single_tokens(tokenizer):
     tokens = tokenizer.convert_ids_to_tokens(tokenizer("12 + 93 = 105\nAnswer: 105")["input_ids"])
     assert tokens == ["1", "2", "Ġ+", *"Ġ93", "Ġ=", *"Ġ105", "Ċ", "Answer", ":", *"Ġ105"]
     question = tokenizer("State the final answer to the following arithmetic problem:")["input_ids"]

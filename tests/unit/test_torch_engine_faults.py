@@ -82,7 +82,7 @@ def test_an_engine_that_breaks_in_admission_answers_every_request(start, monkeyp
     assert [(type(error), str(error)) for error in found] == [(EngineDied, "the torch engine died: boom")] * 2
 
 
-def test_what_an_earlier_group_finished_is_answered_before_a_later_one_breaks(start, monkeypatch):
+def test_finished_requests_are_answered_before_a_later_error(start, monkeypatch):
     engine = start()
     break_prefill(monkeypatch, engine, lambda tokens: tokens.shape[1] < 10)
     long, short = submit(engine, [LONG, PROMPT], max_tokens=1)
@@ -107,7 +107,7 @@ def spoil(monkeypatch, engine, when):
 
 
 @each_kind
-def test_a_broken_head_state_behind_a_prompt_is_its_requests_error_alone(start, monkeypatch, kind):
+def test_broken_head_state_after_a_prompt_fails_only_its_request(start, monkeypatch, kind):
     undisturbed = [future.result(30).token_ids for future in submit(start(**kind), [PROMPT] * 3)]
     engine = start(**kind)
     spoil(monkeypatch, engine, lambda tokens, window: [1] if window.causal and len(tokens) == 3 else [])
@@ -117,7 +117,7 @@ def test_a_broken_head_state_behind_a_prompt_is_its_requests_error_alone(start, 
 
 
 @each_kind
-def test_a_broken_state_inside_a_draft_is_its_requests_error_alone(start, monkeypatch, kind):
+def test_broken_state_inside_a_draft_fails_only_its_request(start, monkeypatch, kind):
     undisturbed = [future.result(30).token_ids for future in submit(start(**kind), [PROMPT] * 3)]
     engine = start(**kind)
     drafter, spoilt = engine._rounds.drafter, []
@@ -137,7 +137,7 @@ def test_a_broken_state_inside_a_draft_is_its_requests_error_alone(start, monkey
 
 
 @each_kind
-def test_an_embedding_of_nan_ends_the_requests_that_meet_it_and_the_engine_serves_on(start, policy, kind):
+def test_nan_embedding_fails_its_requests_and_the_engine_continues(start, policy, kind):
     engine = start(**kind)
     engine._policy.embedding[7] = torch.nan
     found = [outcome(future) for future in submit(engine, [PROMPT] * 6, max_tokens=60)]
@@ -149,7 +149,7 @@ def test_an_embedding_of_nan_ends_the_requests_that_meet_it_and_the_engine_serve
 
 
 @each_kind
-def test_an_update_that_breaks_the_head_fails_what_runs_and_the_next_one_mends_it(start, policy, kind):
+def test_bad_update_fails_running_requests_until_the_next_update(start, policy, kind):
     engine = start(**kind)
     good = load_file(policy / "model.safetensors")[UP]
     engine.pause("keep")

@@ -90,7 +90,7 @@ def test_products_follow_an_update_of_the_weights(directory, dtype):
     assert torch.allclose(policy.draft_logits(x), 2 * before, rtol=1e-2, atol=1e-2)
 
 
-def test_a_cache_too_small_for_one_request_is_refused_with_its_size(directory):
+def test_cache_too_small_for_one_request_is_refused(directory):
     with pytest.raises(EngineRefused, match=r"rollout\.kv_cache_gib=0\.0001 .*rollout\.max_model_len=512"):
         make_engine(RolloutSection(engine="torch", kv_cache_gib=0.0001), directory)
 

@@ -96,7 +96,7 @@ def policy(directory):
 
 
 @torch.inference_mode()
-def test_drafts_and_their_target_are_those_of_training_and_of_transformers(policy, directory):
+def test_drafts_and_target_equal_training_and_transformers(policy, directory):
     """One round of one request: prefill, a chain by the head, the target's pass over it."""
     rollout = RolloutSection(engine="torch", rule="target_only", num_speculative_tokens=DEPTH, max_model_len=32)
     drafter = Drafter(rollout, policy)
@@ -186,7 +186,7 @@ def test_a_policy_of_another_kind_is_refused_by_its_config(tmp_path, kind, keys,
     assert "set rollout.engine=vllm" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_sliding_window_as_long_as_the_longest_text_is_none(tmp_path):
+def test_sliding_window_of_the_longest_text_is_allowed(tmp_path):
     path = random_checkpoint(tmp_path, vocab=VOCABULARY, model_type="mistral", mtp=False)
     rewrite(path, sliding_window=128)
     check_policy(RolloutSection(**PLAIN), path)
@@ -203,7 +203,7 @@ def test_a_sliding_window_as_long_as_the_longest_text_is_none(tmp_path):
         ({"model.layers.0.self_attn.sinks": 0.0}, r"self_attn\.sinks is in no module that rollout\.engine=torch"),
     ],
 )
-def test_tensors_that_do_not_make_the_policy_are_refused_by_name(tmp_path, change, message):
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, change, message):
     path = random_checkpoint(tmp_path, vocab=VOCABULARY, model_type="llama", mtp=False)
     tensors = load_file(path / "model.safetensors")
     for name, value in change.items():

@@ -20,7 +20,7 @@ def request(prompt=(1, 2), **sampling):
     )
 
 
-def test_a_run_is_cut_behind_its_first_stop_token_in_all_lists_alike():
+def test_all_lists_are_cut_after_the_first_stop_token():
     stop = 12
     one = request(max_tokens=5, stop_token_ids=(stop,), ignore_eos=True)
     assert one.take([10, 11, stop, 20, 21, 22], [-0.1 * i for i in range(6)], version=4) == "stop"
@@ -31,14 +31,14 @@ def test_a_run_is_cut_behind_its_first_stop_token_in_all_lists_alike():
     assert rollout.counts is None
 
 
-def test_a_run_is_cut_at_the_limit_and_tokens_carry_the_version_of_their_round():
+def test_tokens_stop_at_the_limit_and_carry_their_version():
     one = request(max_tokens=5)
     assert one.take([10, 11], [-1.0, -2.0], version=0) is None
     assert one.take([12, 13, 14, 15], [-3.0] * 4, version=1) == "length"
     assert (one.tokens, one.versions) == ([10, 11, 12, 13, 14], [0, 0, 1, 1, 1])
 
 
-def test_the_response_ends_at_the_models_length_and_the_end_of_text_stops_unless_ignored():
+def test_response_ends_at_model_length_or_end_of_text():
     assert request(prompt=(1,) * 10, max_tokens=100).limit == 6
     assert request().take([5, 0, 6], [0.0] * 3, version=0) == "stop"
     assert request(ignore_eos=True).take([5, 0, 6], [0.0] * 3, version=0) is None
@@ -87,7 +87,7 @@ def test_sampling_names_the_parameter_that_cannot_be_sampled(name, values, expec
         assert "\n" not in str(caught.value)
 
 
-def test_values_are_those_of_float32_and_a_top_k_of_the_whole_vocabulary_is_off():
+def test_settings_are_float32_and_full_top_k_is_off():
     one = request(temperature=1e-46, top_p=0.7)
     assert (one.temperature, one.top_p) == (0.0, torch.tensor(0.7).item())
     assert [request(top_k=k).top_k for k in (0, 29, 30, 2**63)] == [0, 29, 0, 0]
@@ -128,7 +128,7 @@ def test_the_fixes_of_vllm_are_not_asked_of_another_engine():
         check("doctor", {"doctor": {"engine": "torch", "engine_fixes": False}})
 
 
-def test_a_tree_deeper_than_the_head_was_trained_is_allowed_and_said(tmp_path, caplog):
+def test_tree_deeper_than_the_trained_head_is_allowed_and_logged(tmp_path, caplog):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_nextn_predict_layers": 1}))
     (tmp_path / "bebop.json").write_text(json.dumps({"mtp_depth": 3}))
     with caplog.at_level("INFO", "bebop.engines"):

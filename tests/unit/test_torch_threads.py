@@ -21,7 +21,7 @@ def two_threads():
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_small_operations_run_on_one_thread_and_large_ones_on_all():
+def test_small_operations_run_on_one_thread():
     with threads_for(FEW_ELEMENTS, CPU):
         assert torch.get_num_threads() == 1
         with ThreadPoolExecutor(1) as other:  # one that starts meanwhile

@@ -112,7 +112,7 @@ def test_growth_equals_the_definition_searched_node_by_node(method, leads, level
         assert tree.depths.tolist() == [len(text) for text in texts_of(tree)]
 
 
-def test_batched_trees_equal_trees_grown_alone_with_leads_by_each_requests_temperature():
+def test_batched_trees_equal_single_trees_at_each_temperature():
     temperatures = torch.tensor([0.0, 1.0, 0.7, 0.0, 0.2], dtype=torch.float64)
     draws = Streams(torch.arange(5) * 77, torch.arange(5))
     spec, draft = TreeSpec("rheo", 4, 3, 12, "auto"), Draft(20, 3)
@@ -152,7 +152,7 @@ def test_tree_of_width_1_equals_the_chain_token_for_token(method, rule):
         assert torch.equal(drawn, trees.tokens)
 
 
-def test_one_seed_gives_the_tree_functions_and_the_chain_the_same_tokens():
+def test_one_seed_gives_tree_and_chain_the_same_tokens():
     draft, target = Draft(8, 1), torch.randn(4, 8, dtype=torch.float64).softmax(-1)
     for seed in range(50):
         generator = torch.Generator().manual_seed(seed)
@@ -201,7 +201,7 @@ def test_probe_comes_from_the_support_alone():
 
 @pytest.mark.parametrize("vocabulary", [20_000, 49_152, 151_937])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_support_of_a_large_vocabulary_is_its_highest_logits_ties_by_lowest_id(vocabulary, dtype):
+def test_support_is_the_highest_logits_with_stable_ties(vocabulary, dtype):
     """bfloat16 logits tie at the support's edge all the time."""
     logits = torch.randn(2, 1, vocabulary, generator=torch.Generator().manual_seed(0)).to(dtype)
     grower = TreeGrower(TreeSpec("rheo", 3, 1, 3, 1), requests(2), temperature=1.0)
@@ -243,7 +243,7 @@ def test_ancestors_are_the_path_to_the_root():
             assert set(mask[b, node].nonzero().flatten().tolist()) == expected
 
 
-def test_verification_reads_only_the_rows_on_the_path_when_given_a_function():
+def test_verification_reads_only_the_rows_on_the_path():
     draws = requests(50)
     trees, _ = grown(Draft(9, 0), TreeSpec("rheo", 3, 3, 10, 1), draws, temperature=1.0)
     target = torch.randn(50, 11, 9, dtype=torch.float64).softmax(-1)

@@ -51,7 +51,7 @@ def test_code_in_an_answer_touches_nothing(box, task, tmp_path):
 
 
 @pytest.mark.parametrize("task", (*EVALUATING, "prime_factorization", "coin_flip", "game_of_life", "boxnet"))
-def test_odd_answers_score_between_0_and_1_and_the_box_goes_on(box, task):
+def test_odd_answers_score_and_the_box_continues(box, task):
     prompt = prompt_of(task)
     before = box.num_scored
     pending = [box.submit(data_source=task, solution_str=f"Answer: {odd}", ground_truth=pack(prompt)) for odd in ODD]
@@ -146,7 +146,7 @@ def test_the_helper_comes_back_after_it_was_killed(file):
         assert box.counts()["restarts"] == 1.0
 
 
-def test_a_function_that_is_not_there_is_refused_in_one_line(tmp_path):
+def test_missing_reward_function_is_refused_in_one_line(tmp_path):
     with (
         VerifierBox(f"{tmp_path}/none.py:compute_score") as box,
         pytest.raises(VerifierError, match=r"none\.py") as error,

@@ -30,7 +30,7 @@ def test_draws_follow_the_weights_and_leave_out_what_has_none():
     assert set(draw(torch.eye(5)[[4, 0, 2]], {}).tolist()) == {4, 0, 2}
 
 
-def test_the_largest_uniform_number_still_draws_a_token_that_has_weight(monkeypatch):
+def test_largest_uniform_number_draws_a_token_with_weight(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *shape, **kwargs: torch.ones(*shape, dtype=torch.float64))
     assert draw(torch.tensor([[0.1, 0.2, 0.0], [0.3, 0.0, 0.0]]), {}).tolist() == [1, 0]
 
@@ -72,7 +72,7 @@ def test_recovered_tokens_follow_the_residual():
     assert (share(certain) - torch.tensor([0.625, 0.375, 0.0])).abs().max() < 0.01
 
 
-def test_recovered_tokens_of_a_request_come_from_its_generator_at_every_depth():
+def test_recovered_tokens_come_from_the_requests_generator():
     def tokens(seed, *, before):
         ids = torch.zeros(before + 3, dtype=torch.int32)
         generators = {1: torch.Generator().manual_seed(seed)}

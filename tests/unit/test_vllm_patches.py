@@ -34,7 +34,7 @@ def test_expansion_skips_requests_without_drafts():
     assert torch.equal(got, torch.tensor([4.0, 4.0]))
 
 
-def test_three_requests_keep_their_own_draft_distributions_when_the_batch_is_reversed():
+def test_reversed_batch_keeps_each_requests_draft_distributions():
     q = torch.rand(3, 2, 5)
     got = draft_rows(q, ["a", "b", "c"], ["c", "b", "a"], [2, 1, 2])
     assert torch.equal(got, torch.cat([q[2], q[1, :1], q[0]]))
@@ -42,7 +42,7 @@ def test_three_requests_keep_their_own_draft_distributions_when_the_batch_is_rev
     assert draft_rows(q, ["a", "b", "c"], ["c", "a"], [0, 0]) is None
 
 
-def test_a_request_without_a_draft_takes_no_distribution_from_the_others():
+def test_request_without_a_draft_leaves_other_distributions_unchanged():
     q = torch.rand(2, 3, 5)
     got = draft_rows(q, ["a", "b"], ["b", "new", "a"], [3, 3, 2])
     assert torch.equal(got, torch.cat([q[1], torch.zeros(3, 5), q[0, :2]]))
@@ -56,7 +56,7 @@ def test_histogram_becomes_counts_per_depth():
     assert (stats.num_accepted_tokens, stats.num_verify_steps, stats.num_draft_tokens) == (26, 20, 60)
 
 
-def test_seeded_drafts_depend_on_their_generator_alone_and_follow_the_draft_distribution():
+def test_seeded_drafts_follow_the_draft_distribution_and_their_generator():
     probs = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]])
     warm = torch.ones(2)
 
@@ -109,7 +109,7 @@ def test_each_patch_is_applied_once_and_only_where_wanted(monkeypatch):
     assert applied == ["wanted"]
 
 
-def test_a_patch_that_finds_nothing_to_replace_is_refused_not_raised(monkeypatch):
+def test_patch_without_a_target_is_reported_not_raised(monkeypatch):
     def gone() -> None:
         raise AttributeError("module has no attribute expand_batch_to_tokens")
 
