@@ -196,7 +196,7 @@ def _numeric_keys(section, prefix=""):
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("report", "monitor")])
-def test_a_number_that_no_library_holds_is_refused_by_its_key(command):
+def test_number_too_large_for_libraries_is_refused_by_key(command):
     model, values = COMMANDS[command], composed(command)
     for key, listed in _numeric_keys(model):
         for odd in (float("nan"), float("inf"), -float("inf"), 10**39, 10**400, -(10**39)):
@@ -213,7 +213,7 @@ def test_a_number_that_no_library_holds_is_refused_by_its_key(command):
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "1e400", ".nan", "1" + "0" * 30])
-def test_a_number_on_the_command_line_is_refused_in_one_line(value, capsys):
+def test_impossible_number_is_refused_in_one_line(value, capsys):
     assert main(["sft", f"sft.steps={value}", "--dry-run"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

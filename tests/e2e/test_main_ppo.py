@@ -19,7 +19,7 @@ from bebop.rl.prompts import write_parquet
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def test_a_users_verl_run_with_the_plugin_speculates_and_is_recorded(tiny_random: Path, tmp_path: Path):
+def test_users_verl_run_speculates_and_is_recorded(tiny_random: Path, tmp_path: Path):
     run_dir = tmp_path / "run"
     prompts = write_parquet(make_prompts([Task(name="chain_sum")], 12, 0, "rl"), tmp_path / "prompts.parquet")
     words = [

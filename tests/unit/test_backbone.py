@@ -142,7 +142,7 @@ def test_two_callers_at_once_make_it_once(home):
     assert len(made) == 1
 
 
-def test_a_text_longer_than_the_policys_positions_is_refused_before_any_work(tiny_random, home):
+def test_text_longer_than_the_policys_positions_is_refused(tiny_random, home):
     for model in (Model(name="tiny"), Model(name="hf", path=tiny_random)):
         with pytest.raises(ValueError, match=r"rollout\.max_model_len: got 100000, expected at most 2048"):
             prepare_policy(model, 0, max_model_len=100_000)

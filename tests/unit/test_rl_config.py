@@ -112,7 +112,7 @@ def test_verl_keys_are_added_and_deleted_in_hydras_grammar(policy: Policy, tmp_p
     assert "\n" not in str(caught.value)
 
 
-def test_a_users_own_verl_config_with_the_plugin_is_checked_and_completed(tmp_path: Path):
+def test_users_verl_config_is_checked_and_completed(tmp_path: Path):
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
