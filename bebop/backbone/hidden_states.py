@@ -1,6 +1,6 @@
 """The frozen backbone's hidden states of a set of rows: in memory, in a file, or computed with each batch.
 
-They are the same for every epoch, so computing them once saves a backbone forward per batch:
+They are the same in every epoch, so computing them once saves a backbone forward per batch:
 
 | data.cache_hidden | costs                                             | for                                      |
 |-------------------|---------------------------------------------------|------------------------------------------|
@@ -8,9 +8,9 @@ They are the same for every epoch, so computing them once saves a backbone forwa
 | disk              | the same on disk once, mapped by every process    | many epochs of large data, several runs  |
 | stream            | a backbone forward with every batch               | one or two epochs                        |
 
-The size is shown, and checked against the memory or disk that is free, before anything is computed. The file is written
-whole or not at all, under a lock: two runs make it once. States are kept in the backbone's own dtype and handed out in
-float32, which loses nothing.
+Before anything is computed, the size is logged and compared with the free memory or disk. The file is written whole or
+not at all, and under a lock, so that two runs make it only once. States are stored in the backbone's dtype and returned
+in float32, which is exact.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from bebop.store.files import file_lock, human_size, read_json, remove_leftovers
 
 log = logging.getLogger(__name__)
 MEMINFO = Path("/proc/meminfo")
-SHARE = 0.8  # of the free memory or disk that the states may take
+SHARE = 0.8  # largest share of the free memory or disk that the states may take
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class HiddenInputs:
 
 
 class HiddenStates:
-    """Rows' hidden states behind one interface; a sequence's states depend on data, policy and `how` alone."""
+    """The hidden states of rows, wherever they are stored. They depend only on data, policy and `how`."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class HiddenStates:
             self._states = torch.empty(self._bounds[-1], self._width, dtype=self._dtype)
             self._fill(self._states, rows, max_tokens)
         elif file is None:
-            raise BadInput(f"file=None with how={how!r}: expected where the states are to be kept")
+            raise BadInput(f"file: got None with how={how!r}, expected the path of the file for the states")
         else:
             self._states = self._mapped(file, rows, max_tokens, name, size, identity)
 
@@ -107,7 +107,7 @@ class HiddenStates:
     def _mapped(
         self, file: Path, rows: Sequence[TextRow], max_tokens: int, name: str, size: int, identity: str
     ) -> Tensor:
-        """The states out of `file`, which rank 0 makes first where it is not whole."""
+        """The states in `file`. Rank 0 makes the file first if it is not complete."""
         inputs = HiddenInputs([row.input_ids for row in rows], identity, versions("torch", "transformers"))
         meta = {
             "made_from": name_of(inputs),
@@ -119,7 +119,9 @@ class HiddenStates:
         if not distributed or torch.distributed.get_rank() == 0:
             with file_lock(file.with_suffix(".lock")):
                 whole = read_json(about) == meta
-                whole = whole and file.is_file() and file.stat().st_size == size  # the description alone may be left
+                whole = (
+                    whole and file.is_file() and file.stat().st_size == size
+                )  # the description may be left without its file
                 how = "are read from" if whole else "go to"
                 log.info("%s: hidden states %s %s, %s", name, how, file, human_size(size))
                 if not whole:

@@ -1,7 +1,8 @@
-"""doctor: what is installed, and whether the installed engine samples what the policy says, in front of the user.
+"""doctor: lists what is installed, and tests whether the installed engine samples from the policy's distribution.
 
-A tiny-vocabulary policy is enumerated in float64 and sampled through the real engine with speculation; a chi-square
-test compares. Then weights are swapped in the running engine, and the samples must follow.
+The distribution of a policy with a tiny vocabulary is enumerated in float64. The real engine samples it with
+speculation, and a chi-square test compares both. Then the weights are updated in the running engine, and the samples
+must follow the new policy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bebop.store.environment import installed
 
 
 def run(config: DoctorConfig, run_dir: Path) -> int:
-    """Print the table, write summary.json into run_dir; returns 0 where every check passed, else 1."""
+    """Print the table, write summary.json into run_dir; returns 0 if every check passed, else 1."""
     from bebop.monitor import write_summary
 
     started = time.monotonic()

@@ -26,7 +26,7 @@ RULE_TOLERANCE = 1e-12
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: passed is None where nothing was judged."""
+    """One line of the table; passed is None for a line that is not a check."""
 
     check: str
     found: str
@@ -35,7 +35,8 @@ class Row:
 
 
 def engine_sections(engine: str) -> dict[str, RolloutSection]:
-    """The sections to check, by name: three drafts by rejection sampling, and a Rheo tree where it is served."""
+    """The rollout sections to check, by name: chains of three draft tokens with rejection sampling, and a Rheo tree if
+    the engine supports it."""
     chain = RolloutSection(
         engine=engine,
         speculation="mtp",
@@ -47,7 +48,7 @@ def engine_sections(engine: str) -> dict[str, RolloutSection]:
     )
     if not ENGINES[engine].trees:
         return {f"drafts of {DEPTH}": chain}
-    # the budget is below the tree's 12 nodes or more, so that pruning is in the proof
+    # the full tree has at least 12 nodes; a smaller budget makes the test include pruning
     tree = {"tree": "rheo", "tree_width": 3, "tree_depth": DEPTH, "tree_budget": 7}
     return {f"drafts of {DEPTH}": chain, "Rheo trees of 7": RolloutSection.model_validate(chain.model_dump() | tree)}
 
@@ -74,7 +75,7 @@ def check_rule(seed: int) -> Iterator[Row]:
 
 
 def check_engine(config: DoctorConfig, work_dir: Path) -> Iterator[Row]:
-    """Losslessness and weight sync of the installed engine. An engine that fails is a row, not an exception."""
+    """Losslessness and weight sync of the installed engine. A failing engine gives a row, not an exception."""
     from bebop.policies import random_checkpoint
 
     first = random_checkpoint(work_dir / "first", vocab=VOCABULARY, seed=config.seed + 1)
@@ -99,7 +100,8 @@ def check_engine(config: DoctorConfig, work_dir: Path) -> Iterator[Row]:
 def _lossless(
     engine: RolloutEngine, policy: Path, temperature: float, config: DoctorConfig, name: str, seeded: bool = False
 ) -> Row:
-    """Chi-square of samples against the exact joint. A p-value under the limit counts if fresh samples repeat it."""
+    """Chi-square test of samples against the exact joint. A p-value below the limit fails only if new samples repeat
+    it."""
     wanted = exact.joint(policy, PROMPT, temperature)
     for attempt in (1, 2):
         seeds = [config.seed + attempt * config.doctor.num_requests + i for i in range(config.doctor.num_requests)]
@@ -150,7 +152,7 @@ def _weight_sync(engine: RolloutEngine, first: Path, second: Path, config: Docto
 def _sample(
     engine: RolloutEngine, config: DoctorConfig, temperature: float, length: int, seeds: list[int] | None = None
 ) -> tuple[list[Rollout], float]:
-    """Rollouts of PROMPT and their acceptance length (1.0 where nothing was drafted)."""
+    """Rollouts of PROMPT and their acceptance length (1.0 if nothing was drafted)."""
     before = engine.counts()
     sampling = Sampling(temperature=temperature, max_tokens=length, logprobs=False, ignore_eos=True)
     rollouts = engine.generate([PROMPT] * config.doctor.num_requests, sampling, seeds=seeds)
@@ -161,7 +163,8 @@ def _sample(
 
 
 def _first_draft_acceptance(engine: RolloutEngine, config: DoctorConfig) -> tuple[float, int]:
-    """Share of first drafts accepted and their number: two tokens, so that each request verifies exactly once."""
+    """Share of first draft tokens that were accepted, and their number. Responses have two tokens, so that each request
+    verifies exactly once."""
     rollouts, _ = _sample(engine, config, 1.0, 2)
     counts = [rollout.counts for rollout in rollouts if rollout.counts is not None]
     drafts = sum(count.num_drafts for count in counts)

@@ -1,4 +1,4 @@
-"""What a policy samples, exactly: joints by enumeration in float64, and the test of samples against them."""
+"""The exact distribution of a policy's samples, by enumeration in float64, and the test of samples against it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from torch import Tensor
 from bebop.backbone import load_backbone
 from bebop.spec import ChainRule
 
-LENGTH = 3  # tokens of the joint
+LENGTH = 3  # tokens in the joint distribution
 
 
 def load_policy(policy_dir: Path) -> Any:
-    """The policy as transformers computes it, in float64, its heads left out."""
+    """The policy in transformers, in float64, without its heads."""
     return load_backbone(policy_dir, dtype=torch.float64).model
 
 
 def conditionals(policy_dir: Path, prompt: Sequence[int], temperature: float) -> list[Tensor]:
-    """[V], [V, V], [V, V, V] float64: of token 1, of token 2 after each first, of token 3 after each pair.
+    """[V], [V, V], [V, V, V] float64: distributions of token 1, of token 2 after each first, and of token 3 after each
+    pair.
 
-    From the checkpoint's own logits, by transformers, in float64.
+    Computed by transformers in float64.
     """
     model = load_policy(policy_dir)
     size = model.config.vocab_size
@@ -51,10 +52,10 @@ def tally(samples: Iterable[Sequence[int]], size: int) -> np.ndarray:
 
 
 def chi_square(counts: np.ndarray, probs: np.ndarray, smallest: float = 5.0) -> tuple[float, int, int]:
-    """p-value that `counts` were drawn from `probs`, degrees of freedom, and samples where `probs` is 0.
+    """p-value of `counts` under `probs`, degrees of freedom, and the number of samples where `probs` is 0.
 
-    Cells that expect fewer than `smallest` samples are merged, least probable first. A sample that cannot be makes the
-    p-value 0.
+    Cells with fewer than `smallest` expected samples are merged, least probable first. A sample of probability 0 makes
+    the p-value 0.
     """
     from scipy.stats import chi2
 
@@ -79,8 +80,8 @@ def total_variation(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def rule_output(target: Sequence[Tensor], draft: Sequence[Tensor], rule: ChainRule) -> Tensor:
-    """[V, V, V] float64: the joint of the first three tokens that a chain rule emits, over every draft of three tokens
-    and every outcome of its tests; after the rule's own tokens, the target's.
+    """[V, V, V] float64: the joint of the first three tokens under a chain rule, summed over every draft of three
+    tokens and every outcome of its tests. Tokens after the rule's own are the target's.
 
     target: conditionals of the target as in `conditionals`; draft: [V], [V, V], [V, V, V] of the draft likewise.
     """

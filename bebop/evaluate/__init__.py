@@ -1,4 +1,4 @@
-"""`eval`: a policy with heads, sampled through the engine and scored on what it sampled, side by side."""
+"""`eval`: samples a policy through the engine, and compares the heads' observed acceptance with their scores."""
 
 from bebop.evaluate.stage import run
 

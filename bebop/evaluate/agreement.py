@@ -8,9 +8,9 @@ exactly j drafts with probability a_j - a_{j+1}, and the next one starts at i + 
     v_0 = 1,   v_i = sum_j v_{i-j-1} (a_j - a_{j+1}) at i-j-1,    j = 0..K, a_0 = 1, a_{K+1} = 0
 
 and the engine's ratio accepted_j / drafts estimates the predicted one, sum v a_j / sum v, on the same text. They differ
-only by the randomness of the accept draws. The interval of the difference is the larger of two: from the spread over
-responses, by Student's t, and from the variance of the accept draws, which the text determines as it does the visits.
-The first is far too narrow if responses are short and rejections rare: fully accepted responses show no spread. All
+only by the random acceptance decisions. The interval of the difference is the larger of two: one from the spread over
+responses, by Student's t, and one from the variance of the decisions, which follows from the text like the visits. The
+first is far too narrow if responses are short and rejections rare, because fully accepted responses have no spread. All
 intervals of a run hold together with probability 0.99 (Bonferroni).
 """
 
@@ -33,7 +33,7 @@ MIN_RESPONSES = 16  # with fewer, intervals are too wide to tell heads apart: su
 
 @dataclass(frozen=True)
 class Agreement:
-    """[K] each: the engine's ratio accepted_j / drafts, the ratio that the scores predict for the positions that the
+    """[K] each: the engine's ratio accepted_j / drafts, the ratio predicted by the scores for the positions that the
     engine visits, and the half width of the interval of their difference."""
 
     num_responses: int
@@ -52,7 +52,7 @@ class Agreement:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether no depth differs by more than its interval; None with too few responses to judge."""
+        """True if no depth differs by more than its interval; None with too few responses to judge."""
         if not self.judged:
             return None
         return all(abs(d) <= half for d, half in zip(self.difference, self.half_width_99, strict=True))

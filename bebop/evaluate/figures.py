@@ -37,7 +37,7 @@ MIN_BIN = 10  # a bin of fewer positions is not drawn
 def write_figures(
     run_dir: Path, sweep: Mapping[float, AnchorScores], slopes: Mapping[float, EntropySlope]
 ) -> list[str]:
-    """PNGs of the first temperature, and of the sweep where it has several; their names."""
+    """Write PNGs for the first temperature, and for the sweep if it has several temperatures; returns their names."""
     first = next(iter(sweep))
     figures = {
         "acceptance_over_entropy.png": over_entropy(sweep[first], slopes[first], first),

@@ -3,9 +3,9 @@
     AL = intercept + slope H      ordinary least squares, H in nats
 
 over tokens: one point per anchor, its expected acceptance length and entropy, at one temperature. over temperatures:
-one point per temperature, the means over its anchors, unweighted. Anchors of one response depend on each other, and so
-do responses to one prompt at several temperatures, so intervals are percentiles of 2000 bootstrap samples of prompts.
-They cover the choice of prompts, not how well a line fits: over few temperatures the slope is a summary, not a law.
+one point per temperature, the unweighted means over its anchors. Anchors of one response are correlated, and so are
+responses to one prompt at several temperatures. So intervals are percentiles of 2,000 bootstrap samples of prompts.
+They cover the choice of prompts, not how well a line fits: over few temperatures the slope is only a summary.
 
 relative: slope / mean AL, to compare heads of different quality.
 """
@@ -24,7 +24,7 @@ MIN_SPAN_NATS = 1e-6
 
 @dataclass(frozen=True)
 class EntropySlope:
-    """Tokens per target forward per nat, with the 95 % interval; None throughout where the status is not "ok"."""
+    """Tokens per target forward per nat, with the 95 % interval; all None if the status is not "ok"."""
 
     status: str  # "ok" | "undetermined"
     reason: str
@@ -43,7 +43,7 @@ class EntropySlope:
 
 
 def over_tokens(entropy: np.ndarray, length: np.ndarray, prompt: np.ndarray, *, seed: int = 0) -> EntropySlope:
-    """entropy, length [N] of the anchors, prompt [N] which prompt each belongs to."""
+    """entropy, length [N] of the anchors; prompt [N]: number of each anchor's prompt."""
     names, cluster = np.unique(prompt, return_inverse=True)
     if len(names) < 3 or np.ptp(entropy) < MIN_SPAN_NATS:
         return _undetermined(len(entropy), len(names), "fewer than 3 prompts, or constant entropy")
@@ -61,7 +61,7 @@ def over_tokens(entropy: np.ndarray, length: np.ndarray, prompt: np.ndarray, *, 
 def over_temperatures(
     sweep: Mapping[float, tuple[np.ndarray, np.ndarray, np.ndarray]], prompts: Sequence[int], *, seed: int = 0
 ) -> EntropySlope:
-    """sweep: temperature -> (entropy [N], length [N], prompt [N]) of its anchors; prompts: all their numbers."""
+    """sweep: temperature -> (entropy [N], length [N], prompt [N]) of its anchors; prompts: numbers of all prompts."""
     place = {prompt: i for i, prompt in enumerate(prompts)}
     if len(sweep) < 3 or len(place) < 3:
         return _undetermined(len(sweep), len(place), f"{len(sweep)} temperatures, a slope over them needs 3")

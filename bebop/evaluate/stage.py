@@ -54,9 +54,9 @@ class Sample:
 
 def run(config: EvalConfig, run_dir: Path) -> dict[str, Any]:
     """Evaluate the policy of `config.model`. Writes the responses, eval.csv, figures, a record in metrics.jsonl and
-    summary.json to `run_dir`. Responses already there, by the same policy to the same prompts, are used again.
+    summary.json to `run_dir`. Uses responses that are already there from the same policy and prompts.
 
-    Returns the summary: its top level is of the first temperature, `by_temperature` has all. Raises ConfigError if the
+    Returns the summary: its top level is for the first temperature, `by_temperature` has all. Raises ConfigError if the
     policy has no heads.
     """
     check_wandb(config.logger.wandb)
@@ -64,7 +64,7 @@ def run(config: EvalConfig, run_dir: Path) -> dict[str, Any]:
     policy_dir = prepare_policy(config.model, config.seed, max_model_len=config.rollout.max_model_len)
     head = load_heads(policy_dir)
     if head is None:
-        raise ConfigError(f"model: {policy_dir} has no MTP heads to evaluate; train some with `sft` and set model.path")
+        raise ConfigError(f"model.path: got {policy_dir}, which has no MTP heads; train some with `sft` first")
     tokenizer = load_tokenizer(policy_dir)
     left_out = Counter[str]()
     encoded = encode_prompts(_prompts(config, tokenizer, left_out), config.data.max_prompt_tokens, tokenizer, left_out)
@@ -184,7 +184,9 @@ def _evaluate(
     """The summary's entry of one task at one temperature, and its rows. chosen: the task's prompts."""
     scores = sample.scores.of_documents(chosen)
     if not len(scores.document):
-        raise ConfigError(f"task {task}: no response of its {len(chosen)} prompts has 2 tokens; give more prompts")
+        raise ConfigError(
+            f"task {task}: none of {len(chosen)} responses has 2 tokens, expected at least one; raise data.num_heldout"
+        )
     counts = {i: count for i in chosen if (count := sample.rollouts[i].counts) is not None}
     pooled = sum(counts.values(), DraftCounts()) if counts else None
     agreement = _agreement(config, scores, counts, confidence)

@@ -1,8 +1,8 @@
 """The result of `eval` as rows: one per task, temperature and depth, raw counts beside every ratio.
 
-observed: the engine's counters, pooled over requests. predicted: what the scores predict for the positions that the
-engine visits; the two must agree (bebop.evaluate.agreement). scored_<rule>: the heads run again on the sampled text,
-the mean over all positions.
+observed: the engine's counters, pooled over requests. predicted: the scores, weighted by the positions that the engine
+visits; the two must agree (bebop.evaluate.agreement). scored_<rule>: the heads run again on the sampled text, the mean
+over all positions.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ Row = dict[str, Any]
 
 
 def rows_of(task: str, counts: DraftCounts | None, scored: Acceptance, agreement: Agreement | None) -> list[Row]:
-    """[K] rows of one task, K the depth that was scored.
+    """[K] rows of one task; K is the scored depth.
 
-    Probabilities are of the first `depth` drafts all accepted; alpha and rejection_ahead are of this depth only. Values
-    of the engine are None where it drafts less deep, or not at all; half_width_99 is also None with too few responses.
+    Probabilities are those that the first `depth` draft tokens are all accepted; alpha and rejection_ahead are for this
+    depth only. Values of the engine are None at depths that it does not draft; half_width_99 also with too few
+    responses.
     """
     drafts, accepted = (counts.num_drafts, counts.accepted_per_depth) if counts else (0, ())
     rows = []

@@ -1,8 +1,7 @@
-"""Heads into and out of Hugging Face directories, with every tensor accounted for.
+"""Reads heads from Hugging Face directories and writes them, with a record of every tensor.
 
-A written checkpoint holds each source tensor either as it was (kept), with a new value (replaced), or not at all but
-named (dropped), plus new head tensors (added). The accounts go into bebop.json. Anything that does not add up is an
-error and writes nothing.
+Each source tensor is kept, replaced by a new value, or dropped; new head tensors are added. bebop.json lists which is
+which. If tensors do not match config or index, that is an error and nothing is written.
 """
 
 from __future__ import annotations
@@ -319,7 +318,7 @@ def checkpoint_checksums(path: Path) -> WeightChecksums:
 
 
 class _Some(Mapping[str, Tensor]):
-    """Some names of a mapping, read one at a time."""
+    """A view of some names of a mapping; reads one tensor at a time."""
 
     def __init__(self, tensors: Mapping[str, Tensor], names: list[str]) -> None:
         self._tensors, self._names = tensors, names

@@ -1,4 +1,4 @@
-"""Heads from a checkpoint that has them, and fresh heads for a policy that has none, by the policy's family."""
+"""Loads the heads of a checkpoint, and makes fresh heads for a policy without any, by the policy's family."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def load_heads(path: Path) -> MtpHead | None:
     if not claimed and not present:
         return None
     if not claimed and family.count_key in decoder:
-        raise BadInput(f"{path}: MTP tensors without a claim; set {family.count_key}=1 in config.json")
+        raise BadInput(
+            f"{path}: it has MTP tensors, but config.json does not claim any; set {family.count_key}=1 in config.json"
+        )
     refuse_biases(tensors, config)
     head = _new_head(family, path, tensors)
     expected = {name.removeprefix(prefix) for name in head_state(head)}
@@ -103,7 +105,7 @@ def _decoder_prefix(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _stacked(family: Family, decoder: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-    """The form of the head's experts; of the policy's, where it has no head."""
+    """Whether the head's experts are stacked; for a policy without a head, whether the policy's are."""
     return stacks_experts([name for name in tensors if family.is_head(name, decoder)] or tensors)
 
 

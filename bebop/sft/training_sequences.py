@@ -117,7 +117,7 @@ def _split(rows: list[TextRow] | list[Prompt], inputs: TextInputs) -> dict[str, 
             "give more rows or lower data.num_heldout"
         )
     heldout = rows[: inputs.num_heldout]
-    scored = {chat_of(row) for row in heldout[-1:]}  # later rows of its chat have its text
+    scored = {chat_of(row) for row in heldout[-1:]}  # later rows of the same chat contain this row's text
     train = [row for row in rows[inputs.num_heldout :] if chat_of(row) not in scored][: inputs.num_prompts]
     if not train:
         raise BadInput(
@@ -135,8 +135,8 @@ def _sample(
     encoded = {
         name: encode_prompts(prompts, inputs.max_prompt_tokens, tokenizer, left_out) for name, prompts in sets.items()
     }
-    # One pass for all sets, so that the engine stays full; without speculation, as the heads are yet to be trained, and
-    # with many requests at once, where plain decoding is at its best.
+    # One pass for all sets, so that the engine stays full. Without speculation, because the heads are not trained yet,
+    # and with many requests at once, with which plain decoding is fastest.
     rollout = RolloutSection(
         engine=inputs.engine,
         speculation="none",

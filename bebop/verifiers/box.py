@@ -1,7 +1,7 @@
 """The caller's side of the box: starts the helper, sends it responses, returns verdicts.
 
-The helper (`bebop.verifiers.helper`) reads one JSON object per line and answers in any order. It is started again if it
-dies; the responses that it held get the failure `died`.
+The helper (`bebop.verifiers.helper`) reads one JSON object per line and answers in any order. If it dies, it is started
+again, and the responses that it had get the failure `died`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bebop.registry import PLUGINS_ENV
 
 TASKS_FUNCTION = "bebop.data.tasks:compute_score"  # the verifiers of data.tasks
 # Kinds of failure: over the time limit; over the memory limit; a right that the box refuses; an exception; a value that
-# is no finite number; the process ended without a word.
+# is not a finite number; the process ended without an answer.
 FAILURES = ("timeout", "memory", "forbidden", "exception", "value", "died")
 START_S = 120.0  # for the helper to import the verifier
 
@@ -48,7 +48,7 @@ class VerifierBox:
     name(data_source, solution_str, ground_truth, extra_info=...) -> a number, or a mapping with "score".
     sealed: no network and no files outside the Python installation; False only for a function that needs them (a judge,
     a sandbox of its own): it keeps the limits on time and memory.
-    timeout_s: for one response. memory_mib: on top of what the helper itself holds. at_once: processes at a time.
+    timeout_s: for one response. memory_mib: in addition to the helper's own memory. at_once: processes at a time.
     bounds: the range of valid scores, None for any finite number.
     """
 
@@ -92,7 +92,7 @@ class VerifierBox:
     def submit(
         self, *, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
     ) -> Future[Verdict]:
-        """`score` without waiting. extra_info and ground_truth must be JSON-serialisable; what is not becomes text."""
+        """`score` without waiting. Values in extra_info and ground_truth that JSON cannot hold become text."""
         number, future = next(self._ids), Future()
         arguments = {
             "data_source": data_source,
@@ -103,7 +103,7 @@ class VerifierBox:
         line = json.dumps({"id": number, "arguments": arguments}, default=_plain)
         with self._lock:
             if self._closed:
-                raise VerifierError("the verifier box is closed")
+                raise VerifierError("the verifier box is closed; make a new one")
             helper = self._running()
             self._waiting[number] = future
             with contextlib.suppress(OSError):  # the helper died: its reader thread answers
@@ -117,7 +117,7 @@ class VerifierBox:
         return {"scored": float(self.num_scored), "restarts": float(self.num_restarts), **kinds}
 
     def close(self) -> None:
-        """End the helper and every process it started. May be called again."""
+        """End the helper and every process that it started. May be called more than once."""
         with self._lock:
             self._closed, helper, self._helper = True, self._helper, None
         if helper is not None:
@@ -138,7 +138,7 @@ class VerifierBox:
         return self._helper
 
     def _start(self) -> subprocess.Popen[str]:
-        # Nothing of the caller's environment but what Python needs to import: no keys, no tokens. And the run's mark.
+        # Only the variables that Python needs to import, so no keys or tokens, and the mark of the run.
         kept = (
             RUN_ENV,
             "PATH",
@@ -210,7 +210,7 @@ class VerifierBox:
 
 
 def _plain(value: Any) -> Any:
-    """numpy's numbers and arrays as Python's; anything else as text."""
+    """numpy numbers and arrays as Python's; anything else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

@@ -1,10 +1,10 @@
 """The helper process of the box: `python -m bebop.verifiers.helper SETTINGS`, started by `bebop.verifiers.box`.
 
-It imports the verifier, gives up its rights, and forks a process for each response. A fork starts from the same clean
-state every time: nothing that one answer does can change how the next one is scored.
+It imports the verifier, gives up its rights, and forks a process for each response. Every fork starts from the same
+state, so an answer cannot change how the next one is scored.
 
-A function may have an attribute `prepare`: prepare(None) after its import, prepare(ground_truth) before each fork. It
-does what all scores share, and never sees a response.
+A function may have an attribute `prepare`. The helper calls prepare(None) after the import and prepare(ground_truth)
+before each fork, for work that all scores share. It never sees a response.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(settings: Mapping[str, Any]) -> None:
 
 
 def load(name: str) -> tuple[Callable[..., Any], Path | None]:
-    """The function "module:name" or "file.py:name", and the folder of its file where it is one."""
+    """The function "module:name" or "file.py:name", and the folder of the file if it is one."""
     where, _, attribute = name.rpartition(":")
     if not where.endswith(".py"):
         return getattr(importlib.import_module(where), attribute), None
@@ -68,7 +68,7 @@ def load(name: str) -> tuple[Callable[..., Any], Path | None]:
 
 
 class Helper:
-    """Reads requests, keeps at most `at_once` processes, ends those over the time limit, and answers."""
+    """Reads requests, runs at most `at_once` processes, ends those over the time limit, and sends the answers."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Helper:
         self.unread = b""
 
     def serve(self) -> None:
-        """Until the caller closes the pipe, or ends."""
+        """Answer requests until the caller closes the pipe, or ends."""
         while True:
             while self.queue and len(self.running) < self.settings["at_once"]:
                 self.start(self.queue.popleft())
@@ -112,7 +112,7 @@ class Helper:
 
     def start(self, request: Mapping[str, Any]) -> None:
         if self.prepare:
-            with contextlib.suppress(Exception):  # it is raised again where it counts, in the fork
+            with contextlib.suppress(Exception):  # it is raised again in the fork, where it is reported
                 self.prepare(request["arguments"]["ground_truth"])
         reading, writing = os.pipe()
         pid = os.fork()
@@ -152,7 +152,7 @@ class Helper:
 
 def score_here(function: Callable[..., Any], arguments: Mapping[str, Any], settings: Mapping[str, Any], pipe: int):
     """In the forked process: score, write the result, end. Never returns."""
-    # The session is the process's own, so that whatever it started ends with it.
+    # A new session, so that all processes that it starts can be ended with it.
     os.setsid()
     _end_with_parent()
     result: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What a verifier may not do: the kernel's means where the machine has them, and Python's audit hook everywhere.
+"""Restrictions on a verifier: the kernel's if the machine has them, and Python's audit hook everywhere.
 
 | means             | refuses                                                           | needs                     |
 |-------------------|-------------------------------------------------------------------|---------------------------|
@@ -20,7 +20,7 @@ CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
 PR_SET_NO_NEW_PRIVS = 38
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
-FILE_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15}  # number of file rights that a version of Landlock knows; later: 16
+FILE_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15}  # number of file rights in each version of Landlock; later: 16
 SYSTEM_LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 READING_EVENTS = ("open", "os.listdir", "os.scandir")
@@ -45,7 +45,7 @@ _readable: list[str] = []
 
 
 def give_up(folder: Path | None) -> list[str]:
-    """Give up this process's rights, and those of all that it starts; returns what the machine enforces."""
+    """Give up the rights of this process and of those that it starts; returns the restrictions that are enforced."""
     global _readable
     _readable = readable(folder)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -58,8 +58,8 @@ def give_up(folder: Path | None) -> list[str]:
 
 
 def watch() -> list[str]:
-    """Refuse forbidden events from now on, with PermissionError. Returns a list that collects what was refused, for a
-    verifier that catches the error."""
+    """Raise PermissionError for forbidden events from now on. Returns a list that collects them, in case the verifier
+    catches the error."""
     seen: list[str] = []
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -88,7 +88,7 @@ def _may_read(event: str, arguments: tuple[Any, ...]) -> bool:
 
 
 def _leave_network(libc: Any) -> bool:
-    """A user and a network namespace of its own, in which no interface is up."""
+    """Enter new user and network namespaces, in which no network interface is up."""
     if not hasattr(libc, "unshare"):
         return False
     return libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC) == 0 or libc.unshare(CLONE_NEWNET) == 0
