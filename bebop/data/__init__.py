@@ -1,6 +1,6 @@
 """Prompts, tasks with verifiable rewards, tokenization; packing and the labels of every draft depth.
 
-Names are imported when asked for: a verifier's process needs the tasks and not torch.
+Names are imported on demand, because a verifier's process needs the tasks but not torch.
 """
 
 from __future__ import annotations

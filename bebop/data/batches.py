@@ -1,4 +1,4 @@
-"""Training batches: packed sequences, their anchors, and the backbone's hidden states beside them.
+"""Training batches: packed sequences, their anchors, and the backbone's hidden states.
 
 Shapes: T tokens of a packed batch, B documents, N anchors, K depths, D width.
 """
@@ -22,7 +22,7 @@ TOO_SHORT = "sequence shorter than the draft's horizon"
 
 @dataclass(frozen=True)
 class IndexedBatch:
-    """A packed batch, the sequences it is made of and its anchors; no hidden states yet."""
+    """A packed batch with its sequences and anchors, but without hidden states."""
 
     packed: PackedBatch
     sequences: tuple[int, ...]  # [B] index of each document's sequence
@@ -48,9 +48,9 @@ class TrainBatch:
 
 
 def trainable(rows: Sequence[TextRow], depth: int, name: str, left_out: Counter[str] | None = None) -> list[TextRow]:
-    """Rows that have an anchor: depth + 1 supervised tokens in a row after the first token (the horizon rule).
+    """Rows with an anchor: depth + 1 consecutive supervised tokens after the first token (the horizon rule).
 
-    Raises ValueError where none has. `name` says which rows they are. The others are added to `left_out`.
+    Rows without one are counted in `left_out`. Raises ValueError if no row has one; `name` names the rows in messages.
     """
     kept = [row for row in rows if _longest_run(row.loss_mask[1:]) > depth]
     if not kept:
@@ -77,7 +77,7 @@ def _longest_run(mask: Sequence[int]) -> int:
 
 
 def pack_rows(rows: Sequence[TextRow], order: Sequence[int], max_tokens: int, depth: int) -> list[IndexedBatch]:
-    """Pack the rows in the given order. Every batch has an anchor where every row is `trainable` at this depth."""
+    """Pack the rows in the given order. If every row is `trainable` at this depth, every batch has an anchor."""
     batches, start = [], 0
     for packed in pack([(rows[i].input_ids, rows[i].loss_mask) for i in order], max_tokens):
         documents = len(packed.cu_seqlens) - 1

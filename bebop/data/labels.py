@@ -1,4 +1,4 @@
-"""Labels of next-token and draft predictions on packed text, with the loss mask shifted along.
+"""Labels of next-token and draft predictions on packed text, with the loss mask shifted in the same way.
 
 Position t at depth d predicts token t + d + 1: d = 0 is the backbone's own next token, d = 1..K are the drafts. A
 label is -100 where that token is masked out or belongs to another document.
@@ -20,7 +20,7 @@ def mtp_labels(input_ids: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, depth: 
     """Labels of one depth.
 
     input_ids [T] integer; loss_mask [T] bool or 0/1, which tokens are supervised; cu_seqlens [B+1] integer, document
-    boundaries from 0 to T. Returns labels [T] int64, -100 where there is none. Raises ValueError naming the argument.
+    boundaries from 0 to T. Returns labels [T] int64, -100 without a label. Raises ValueError, which names the argument.
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
         raise BadInput(f"depth={depth!r}: expected an integer of at least 0 (0 is the next token)")
@@ -36,7 +36,7 @@ def mtp_labels(input_ids: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, depth: 
 
 
 def document_ends(cu_seqlens: Tensor) -> Tensor:
-    """[T] for each position the end (exclusive) of its document."""
+    """[T]: for each position, the end (exclusive) of its document."""
     return cu_seqlens[1:].long().repeat_interleave(cu_seqlens.diff().long())
 
 

@@ -1,7 +1,7 @@
-"""Open prompts: requests without one right answer, for heads that must also draft ordinary text.
+"""Open prompts: requests without a single right answer, for heads that must also draft ordinary text.
 
-Every form below is asked of every subject; item i is the i-th pair in a fixed shuffled order. There is no verifier:
-such prompts train and score heads, and reinforcement learning refuses them.
+Every form below is combined with every subject; item i is the i-th pair in a fixed shuffled order. There is no
+verifier, so these prompts only train and score heads; GRPO refuses them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SUBJECTS = (
 
 
 class OpenPrompts:
-    """Item i is {"question", "answer": None}; i counts round after the last pair, as reasoning-gym's data sets do."""
+    """Item i is {"question", "answer": None}. After the last pair, i starts again at the first, as in reasoning-gym."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         if params:

@@ -1,9 +1,9 @@
-"""Packing of token sequences into batches without padding, and the anchors that a batch can train drafts at.
+"""Packing of token sequences into batches without padding, and the anchors of a batch.
 
 Anchor t, depth k = 1..K: the head reads the hidden state of depth k-1 and token t+k, predicts token t+k+1, and is
-judged by the backbone's distribution at position t+k. Horizon rule: t is an anchor only if tokens t+1..t+K+1 are all
-supervised and in its document; an anchor whose horizon leaves the supervised span is dropped whole. Token t+1 counts
-too, since an engine drafts after a token that it sampled, never inside a prompt.
+compared with the backbone's distribution at position t+k. Horizon rule: t is an anchor only if tokens t+1..t+K+1 are
+all supervised and in its document. Token t+1 must be supervised too, because an engine drafts after a token that it
+sampled, never inside a prompt.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pack(sequences: Iterable[tuple[Sequence[int], Sequence[int]]], max_tokens: i
     """Fill batches of at most `max_tokens` tokens with whole sequences, in the order given.
 
     sequences: (input_ids, loss_mask) pairs of equal length; empty ones are left out. Raises ValueError for a sequence
-    longer than max_tokens, for a mask of another length, and where no sequence has a supervised token.
+    longer than max_tokens, for a mask of another length, and if no sequence has a supervised token.
     """
     batches: list[PackedBatch] = []
     open_batch: list[tuple[Sequence[int], Sequence[int]]] = []
@@ -76,7 +76,7 @@ def pack(sequences: Iterable[tuple[Sequence[int], Sequence[int]]], max_tokens: i
 
 
 def anchors(batch: PackedBatch, depth: int) -> Tensor:
-    """Anchor positions of a batch for drafts of length `depth` (at least 1), long [N], by the horizon rule."""
+    """long [N]: anchors of a batch by the horizon rule, for drafts of `depth` (at least 1) tokens."""
     _check_depth(depth)
     whole = torch.ones_like(batch.loss_mask)
     for d in range(depth + 1):
@@ -85,7 +85,7 @@ def anchors(batch: PackedBatch, depth: int) -> Tensor:
 
 
 def target_index(anchor_positions: Tensor, depth: int) -> Tensor:
-    """long [K, N]: position t+k, whose backbone distribution judges the draft of depth k at anchor t."""
+    """long [K, N]: position t+k, whose backbone distribution is the target of depth k at anchor t."""
     _check_depth(depth)
     return anchor_positions + torch.arange(1, depth + 1, device=anchor_positions.device)[:, None]
 

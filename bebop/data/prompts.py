@@ -1,7 +1,7 @@
-"""Prompts out of tasks: deterministic, and in splits that cannot overlap.
+"""Prompts from tasks: deterministic, and in splits that cannot overlap.
 
-A question belongs to one split by the hash of its text, whatever the seed: no prompt that scores or trains the policy
-by reinforcement was seen in its pre-training, or in the heads'.
+The hash of a question's text determines its split, whatever the seed. So no prompt of GRPO or eval was seen when the
+policy was pre-trained or the heads were trained.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOO_LONG = "prompt longer than data.max_prompt_tokens"
 
 
 def split_of(question: str) -> str:
-    """The one split that a question belongs to."""
+    """The split of a question."""
     bucket = hashlib.sha256(question.encode()).digest()[0] % 16
     return next(name for name, buckets in SPLITS.items() if bucket in buckets)
 
@@ -45,8 +45,8 @@ def split_of(question: str) -> str:
 def make_prompts(tasks: Sequence[Task], n: int, seed: int, split: str, *, solutions: bool = True) -> list[Prompt]:
     """`n` prompts of `split`, drawn from `tasks` by their weights; the same list for the same arguments.
 
-    With solutions, a prompt carries a worked solution where its task has a writer. A task with few questions repeats
-    them. Raises ValueError on an unknown task, parameter or split, or a task that has no question in the split.
+    With solutions, a prompt has a worked solution if its task has a writer. A task with few questions repeats them.
+    Raises ValueError for an unknown task, parameter or split, and for a task without a question in the split.
     """
     if split not in SPLITS:
         raise BadInput(f"split={split!r}: expected one of {', '.join(SPLITS)}")
@@ -59,13 +59,13 @@ def make_prompts(tasks: Sequence[Task], n: int, seed: int, split: str, *, soluti
 
 
 class _Questions:
-    """The questions of one task that fall into one split, in the order of their index in reasoning-gym's data set."""
+    """The questions of one task in one split, in the order of their index in reasoning-gym's data set."""
 
     def __init__(self, task: Task, seed: int, split: str, place: int) -> None:
         self.task, self.seed, self.split = task, seed, split
         self.source = source(task.name)
         self.items = self.source.items(task.params)
-        # neighbouring items may be alike: far-apart starts keep two seeds from sharing them
+        # neighbouring items may be similar; starts that are far apart keep two seeds from sharing items
         self.index = random.Random(f"{task.name}/{place}/{split}/{seed}").randrange(2**31)
 
     def next(self, solutions: bool) -> Prompt:
@@ -96,10 +96,10 @@ class _Questions:
 def encode_prompts(
     prompts: Sequence[Prompt], max_tokens: int, tokenizer: Any, left_out: Counter[str] | None = None
 ) -> list[tuple[Prompt, list[int]]]:
-    """Prompts with their token ids, without those that are longer than max_tokens (data.max_prompt_tokens) or that the
-    chat template raises at. Raises where none is left.
+    """Prompts with their token ids. Raises BadInput if none is left.
 
-    left_out: they are added to it, by their reason.
+    Left out, and counted by reason in `left_out`: prompts longer than max_tokens (data.max_prompt_tokens), and prompts
+    for which the chat template raises.
     """
     encoded, counts, raised = [], Counter[str](), None
     for prompt in prompts:

@@ -1,10 +1,10 @@
-"""Given text: the rows of a file (bebop.data.rows) as token ids.
+"""Provided data: the rows of a file (bebop.data.rows) as token ids.
 
-`messages`: the assistant's turns are supervised; `prompt` with `response` is such a chat; of `text` all tokens are
-supervised; `prompt` alone is for the policy to answer.
+In `messages`, the assistant's turns are supervised; `prompt` with `response` is such a chat. In `text`, all tokens are
+supervised. A `prompt` without a response is answered by the policy.
 
-A chat is one row where its template renders every turn behind the turns before it, as they were. Templates that rewrite
-history (a thinking model's, which strip the reasoning of earlier turns) make a row of each turn that sees another one.
+A chat is one row if its template appends each turn to the unchanged turns before it. Some templates rewrite the
+history: those of thinking models remove the reasoning of earlier turns. Then each turn with another history is a row.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Ids = list[int]
 
 @dataclass(frozen=True)
 class _Made:
-    """What one row of a file is made of: (prompt ids, response ids, response mask) each."""
+    """The sequences from one row of a file, each (prompt ids, response ids, response mask)."""
 
     rows: list[tuple[Ids, Ids, Ids]]
     turns: int = 0  # of the assistant
-    lost: int = 0  # those among them that are not supervised
+    lost: int = 0  # turns of the assistant that are not supervised
 
 
 def load_file(
@@ -73,7 +73,7 @@ def load_file(
 
 
 def chat_of(row: TextRow | Prompt) -> str:
-    """The part of a row's prompt_id that the rows of one chat share."""
+    """The part of a row's prompt_id that is the same for all rows of one chat."""
     return "/".join(row.prompt_id.split("/")[:2])
 
 
@@ -111,7 +111,7 @@ def _report(path: Path, rows: Sequence[tuple[str, Ids, Ids, Ids]], made: Sequenc
 
 
 def require_supervision(rows: Sequence[TextRow], source: str) -> None:
-    """Raise ValueError where no token of the whole set is supervised: the template or the limit is wrong, not a row."""
+    """Raise ValueError if no token of the whole set is supervised: then the template or the limit is wrong."""
     if not any(any(row.response_mask) for row in rows):
         raise BadInput(
             f"{source}: 0 supervised tokens in {len(rows)} sequences; the tokenizer's chat template renders no "
@@ -126,11 +126,11 @@ def _from_text(text: str, tokenizer: Any) -> _Made:
 
 
 def _from_chat(chat: Chat, tokenizer: Any) -> _Made:
-    """Supervise what each assistant turn adds to its own prompt, as the policy would have seen it.
+    """Supervise the tokens that each assistant turn adds to its prompt, as the policy would have seen it.
 
-    A turn begins where its rendering leaves that of the chat before it with the generation prompt: behind the whole
-    prompt, or inside it where the prompt opens what the turn does not have (a thinking template's `<think>`). A turn
-    that has nothing of its generation prompt is not supervised.
+    The prompt is the chat before the turn, with the generation prompt. A turn begins at its first token that differs
+    from the prompt: usually after it, or inside it if the generation prompt contains something that the turn lacks (a
+    thinking template's `<think>`). A turn that shares nothing with its generation prompt is not supervised.
     """
     messages = chat.messages
 
@@ -157,7 +157,7 @@ def _from_chat(chat: Chat, tokenizer: Any) -> _Made:
 
 
 def _shared(a: Ids, b: Ids) -> int:
-    """Tokens that two renderings begin with alike."""
+    """Number of tokens in the common prefix of two renderings."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 

@@ -1,18 +1,18 @@
-"""The door for rows of files: parquet and JSON lines become chats, prompts or texts of one form.
+"""Reads rows of files: parquet and JSON lines become chats, prompts or texts in one form.
 
 | column                  | a cell                                                                              |
 |-------------------------|-------------------------------------------------------------------------------------|
-| `messages`              | a list of {role, content}; beside it, maybe, `tools`: what the chat's model may call |
+| `messages`              | a list of {role, content}; optionally a column `tools` that the model may call      |
 | `prompt` and `response` | text, or messages                                                                   |
 | `prompt`                | text, or one message of the user                                                    |
 | `text`                  | text                                                                                |
 
-`content` is text or a list of text parts, which are joined; a message with `tool_calls` needs none. The arguments of a
-call are an object or its JSON. A list or an object may be given as its JSON.
+`content` is text or a list of text parts, which are joined; a message with `tool_calls` needs no content. Lists,
+objects and the arguments of a call may also be given as JSON text.
 
-Arrow gives every struct all keys of its column, and pandas writes NaN for what is missing: keys without a value are
-dropped at every depth. A row without anything to use (a null, an empty list) is left out and counted by its reason. Any
-other type is refused in one line with file and row (BadInput).
+Arrow gives every struct all keys of its column, and pandas writes NaN for missing values. So keys without a value are
+dropped at every level. A row with nothing to use (a null, an empty list) is left out and counted by its reason. Any
+other type raises BadInput with file and row.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a file that can be used, by their number in it: a Chat of messages or a pair, else a string."""
+    """The usable rows of a file, by their number in it: a Chat for messages or a pair, else a string."""
 
     kind: Kind
     rows: dict[int, Any]
@@ -51,15 +51,15 @@ class Rows:
 
 
 class _LeftOut(Exception):
-    """Why a row has nothing to use."""
+    """A row has nothing to use; the text is the reason."""
 
 
 class _Wrong(Exception):
-    """What a row has that it cannot have."""
+    """A row has a value that is not allowed."""
 
 
 def read_file(path: Path) -> Rows:
-    """The rows of a parquet or JSON lines file. Raises BadInput where none can be used, or one is refused."""
+    """The rows of a parquet or JSON lines file. Raises BadInput if none is usable, or one has a wrong type."""
     lines = path.suffix.lower() in JSON_LINES
     if path.is_dir():
         raise BadInput(f"data.path={path}: got a folder, expected a parquet or JSON lines file")
@@ -85,7 +85,7 @@ def read_file(path: Path) -> Rows:
 
 
 def check_given(path: Path | None) -> None:
-    """Raise BadInput on a file that cannot be used. Call it before any work."""
+    """Raise BadInput if a file cannot be used. Call it before any work."""
     if path is not None:
         read_file(path)
 
@@ -217,7 +217,7 @@ def _part(part: Any, where: str) -> str:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    """A tool call, its arguments as an object: chat templates write JSON of what they get."""
+    """A tool call with its arguments as an object, because chat templates convert them to JSON."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _Wrong(f"{where}: got {_shown(call)}, expected {{function: {{name, arguments}}}}")
@@ -242,7 +242,7 @@ def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _parsed(value: Any) -> Any:
-    """The list or object whose JSON a string is; anything else as it is."""
+    """The list or object in a JSON string; any other value unchanged."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
         return value
     try:
@@ -311,7 +311,7 @@ def _pythons(table: Any, path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _json_lines(path: Path) -> tuple[list[str], list[tuple[int, dict[str, Any]]]]:
-    """Every key that a line has, and the rows with their lines, from 1."""
+    """All keys of the lines, and the rows with their line numbers, from 1."""
     names: dict[str, None] = {}
     rows = []
     with path.open("rb") as file:

@@ -1,12 +1,12 @@
-"""The text that heads are trained on: the policy's own samples, or text that is given (bebop.data.provided).
+"""The training sequences of heads: the policy's own samples, or provided data (bebop.data.provided).
 
-Heads are to predict the policy, so the text is best sampled by the policy itself, at the temperature of the rollouts
-(self-distillation); only on such text is scored acceptance unbiased. A text set is one folder
+Heads should predict the policy, so text that the policy sampled at the rollouts' temperature is best
+(self-distillation). Only on such text is scored acceptance unbiased. A text set is one folder
 
     train.parquet, heldout.parquet    a row per sequence, see `TextRow`
-    text.json                         what made it, written last: a folder that has it is whole
+    text.json                         what made it, written last: a folder with it is complete
 
-that is made once and shared by every run that asks for the same (for example all losses of a comparison).
+It is made once and shared by all runs with the same inputs (for example all losses of a comparison).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Sets = Mapping[str, Sequence[TextRow]]
 
 
 class Sampler(Protocol):
-    """The part of a rollout engine that distillation needs."""
+    """The part of a rollout engine that self-distillation needs."""
 
     async def agenerate(
         self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str | None = None
@@ -164,7 +164,7 @@ def _write(path: Path, rows: Sequence[TextRow]) -> None:
 
 
 def rollout_sampling(config: SftConfig | EvalConfig) -> Sampling:
-    """How the config's engine samples responses to the config's prompts."""
+    """Sampling settings for responses to the config's prompts."""
     rollout = config.rollout
     return Sampling(
         temperature=rollout.temperature,

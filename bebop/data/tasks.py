@@ -1,10 +1,10 @@
-"""TASKS: where prompts come from, and how responses to them are scored, by the name that `data.tasks` gives.
+"""TASKS: sources of prompts and scores of responses, by the name in `data.tasks`.
 
-Every data set of reasoning-gym is a task under its own name. Another one is registered:
+Every data set of reasoning-gym is a task under its own name. To add another:
 
     TASKS.register("echo", TaskSource(items=make_items, verify=lambda answer, item: answer == item["answer"]))
 
-A response is scored on its answer: what follows the last `Answer:` in it, to the end of that line. In training the
+A response is scored by its answer: the text after the last `Answer:`, to the end of that line. In GRPO and eval the
 verifier runs in a box, see `bebop.verifiers`.
 """
 
@@ -36,8 +36,9 @@ class TaskSource:
     """One task.
 
     items: params (of data.tasks) -> an object whose item i, for i in [0, num_items), is a mapping with `question` and
-    all that the verifier needs, JSON-serialisable; it depends on params and i only.
-    verify: (answer, item) -> reward in [0, 1]; None for prompts without a right answer: they train and score heads.
+    everything that the verifier needs, JSON-serialisable. It depends only on params and i.
+    verify: (answer, item) -> reward in [0, 1]; None for prompts without a right answer: they only train and score
+    heads.
     """
 
     items: Callable[[Mapping[str, Any]], Any]
@@ -50,7 +51,7 @@ TASKS.register(open_prompts.NAME, TaskSource(items=open_prompts.OpenPrompts, ver
 
 
 def source(name: str) -> TaskSource:
-    """The registered task of that name, or reasoning-gym's. Raises BadInput where there is none."""
+    """The registered task of that name, or reasoning-gym's. Raises BadInput for an unknown name."""
     return TASKS[name] if name in TASKS else _reasoning_gym(name)
 
 
@@ -92,7 +93,7 @@ def _gym_items(name: str, params: str) -> Any:
 
 
 def dataset(name: str, params: Mapping[str, Any]) -> Any:
-    """The items of a task. Raises BadInput on an unknown name or parameter."""
+    """The items of a task. Raises BadInput for an unknown name or parameter."""
     return source(name).items(params)
 
 
@@ -108,7 +109,7 @@ def worked_solution(task: str, entry: Mapping[str, Any], hand: Hand | None = Non
 
 
 def extract_answer(response: str) -> str | None:
-    """What stands behind the last `Answer:` of a response, to the end of its line; None where there is none."""
+    """The text after the last `Answer:` of a response, to the end of its line; None without one."""
     _, found, rest = response.rpartition(ANSWER)
     if not found:
         return None
@@ -144,7 +145,7 @@ compute_score.prepare = _prepare  # type: ignore[attr-defined]
 
 
 def pack(prompt: Prompt) -> str:
-    """A prompt without its worked solution, as JSON: all that its verifier needs."""
+    """A prompt without its worked solution, as JSON: everything that its verifier needs."""
     return json.dumps(dataclasses.asdict(dataclasses.replace(prompt, solution=None, entry=dict(prompt.entry))))
 
 

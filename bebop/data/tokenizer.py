@@ -2,8 +2,8 @@
 
 Byte-level BPE in Qwen2's layout: `model_type: qwen2` makes transformers load every tokenizer of the policy through
 `Qwen2Tokenizer`, whose pre-tokenizer splits text into words and *single digits*, so that every digit is one token. The
-256 bytes come first, then the few merges that spell the fixed words of our tasks, then the special tokens. Built from
-`WORDS` alone: the same ids everywhere, nothing downloaded.
+vocabulary is the 256 bytes, then the merges for the fixed words of our tasks, then the special tokens. It is built only
+from `WORDS`, so the ids are the same everywhere and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from bebop.errors import BadInput
 from bebop.records import Prompt
 
-# Fixed words of the tasks' questions and of our worked solutions; one token each behind a space, a few pieces at
-# the start of a line.
+# Fixed words of the tasks' questions and of our worked solutions: one token each after a space, a few pieces at the
+# start of a line.
 WORDS = (
     "State the final answer to the following arithmetic problem:",
     "Solve the following multiplication: Give only the result as your final answer.",
@@ -42,9 +42,9 @@ def write_tiny_tokenizer(directory: Path) -> int:
 
 
 def write_integer_tokenizer(directory: Path, size: int) -> None:
-    """Write a tokenizer of exactly `size` ids, for models that are run on token ids alone; id 0 ends a text.
+    """Write a tokenizer of exactly `size` ids, for models that are run only on token ids; id 0 ends a text.
 
-    Raises ValueError where `size` is below 4 or above 257.
+    Raises ValueError if `size` is below 4 or above 257.
     """
     letters = [char for _, char in sorted(_byte_characters().items())]
     letters = letters[ord("a") :] + letters[: ord("a")]
@@ -62,13 +62,13 @@ def load_tokenizer(path: Path) -> Any:
 
 
 class TemplateRaised(BadInput):
-    """A chat template that refuses these messages, or breaks on them."""
+    """A chat template rejected these messages, or failed on them."""
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, prompt: bool, tools: Any = None) -> list[int]:
-    """Token ids of messages in the tokenizer's chat template. prompt: with the generation prompt behind them.
+    """Token ids of messages in the tokenizer's chat template. prompt: with the generation prompt after them.
 
-    Raises BadInput where the tokenizer has no chat template, TemplateRaised where it raises.
+    Raises BadInput if the tokenizer has no chat template, TemplateRaised if the template raises.
     """
     if not tokenizer.chat_template:
         raise BadInput(
@@ -79,7 +79,7 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, prompt: boo
             list(messages), tools=tools, add_generation_prompt=prompt, tokenize=True, return_dict=False
         )
         return list(text)
-    except Exception as error:  # a template is a program: it raises whatever it likes
+    except Exception as error:  # a template is a program and may raise anything
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TemplateRaised(f"the chat template raises: {why[:100]}") from error
 
@@ -87,7 +87,7 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, prompt: boo
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Token ids of one prompt: the chat template around one user turn, with the generation prompt.
 
-    Raises BadInput where the tokenizer has no chat template, or that raises.
+    Raises BadInput if the tokenizer has no chat template, or if the template raises.
     """
     try:
         return render(tokenizer, [{"role": "user", "content": prompt.text}], prompt=True)
@@ -133,7 +133,7 @@ def _apply(parts: list[str], left: str, right: str) -> list[str]:
 
 
 def _byte_characters() -> dict[int, str]:
-    """Byte -> the printable character that stands for it in a byte-level vocabulary (GPT-2's table)."""
+    """Byte -> the printable character for it in a byte-level vocabulary (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

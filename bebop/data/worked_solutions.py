@@ -1,10 +1,9 @@
-"""Worked solutions: the steps that lead to an answer, written column by column, then the line `Answer: <number>`.
+"""Worked solutions: the steps to an answer, column by column, then the line `Answer: <number>`.
 
-Every step is short enough to be learnt by a tiny model: a column adds or subtracts single digits, with the carry or
-borrow of the column before it. `Hand` writes as a careless human would: it gets a share of the columns wrong by one and
-carries the error through, and it ends a share of the solutions without `Answer:`, which no verifier takes. A policy
-trained on such text is often wrong when it samples, and reinforcement learning has something to find: first the form of
-the answer, then fewer slips. Without either every solution scores.
+Every step is short enough for a tiny model to learn: a column adds or subtracts single digits, with the carry or borrow
+of the previous column. `Hand` makes mistakes: a fraction of the columns is off by one, and the error is carried on; a
+fraction of the solutions has no `Answer:`, so that the verifier gives no reward. A policy trained on such text is often
+wrong when it samples, and RL can improve it: first the form of the answer, then the mistakes.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ MARKED, UNMARKED = "Answer:", "So"
 
 
 class Hand:
-    """Whoever writes a solution: chooses words, gets a share `slip_rate` of the columns wrong by one, and leaves
-    `Answer:` out of a share `unmarked_share` of the solutions.
+    """Writes solutions: chooses words, gets a fraction `slip_rate` of the columns wrong by one, and leaves `Answer:`
+    out of a fraction `unmarked_share` of the solutions.
 
-    Without a seed the word is always the first, nothing slips and every answer is marked.
+    Without a seed it takes the first word, makes no mistakes and marks every answer.
     """
 
     def __init__(self, slip_rate: float = 0.0, unmarked_share: float = 0.0, seed: int | str | None = None) -> None:
@@ -35,7 +34,7 @@ class Hand:
         self._random = None if seed is None else random.Random(seed)
 
     def column(self, value: int) -> int:
-        """The result of a column as this hand writes it."""
+        """The result of a column, sometimes off by one."""
         if self._random is None or self._random.random() >= self.slip_rate:
             return value
         return max(0, value + self._random.choice((-1, 1)))
@@ -44,7 +43,7 @@ class Hand:
         return self._random.choice(WORDS) if self._random else WORDS[0]
 
     def end(self) -> str:
-        """What stands before the answer."""
+        """The text before the answer."""
         unmarked = self._random is not None and self._random.random() < self.unmarked_share
         return UNMARKED if unmarked else MARKED
 
@@ -86,7 +85,7 @@ def _accumulate(total: int, operator: str, term: int, hand: Hand, lines: list[st
 
 
 def _digits(number: int, width: int) -> list[int]:
-    """Digits from the ones upwards, with zeros up to `width`."""
+    """Digits, the ones first, padded with zeros to `width`."""
     return [int(digit) for digit in reversed(str(number).rjust(width, "0"))]
 
 
@@ -102,7 +101,7 @@ def _add(a: int, b: int, hand: Hand, lines: list[str]) -> int:
 
 
 def _subtract(a: int, b: int, hand: Hand, lines: list[str]) -> int:
-    """a - b for a >= b: a column that needs to borrow is written with the ten it borrowed."""
+    """a - b for a >= b. A column that borrows is written with the borrowed ten."""
     width = len(str(a))
     borrow, result = 0, 0
     for place, (x, y) in enumerate(zip(_digits(a, width), _digits(b, width), strict=True)):

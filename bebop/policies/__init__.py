@@ -1,4 +1,4 @@
-"""Policies: made, mapped from other layouts, or random for tests."""
+"""Policies: trained here, converted from existing models, or random for tests."""
 
 from bebop.policies.prepare import prepare_policy
 from bebop.policies.random_policy import random_checkpoint

@@ -1,7 +1,7 @@
-"""What a Hugging Face directory must be before it becomes a policy. Each refusal is one line that names its key.
+"""Checks of a Hugging Face directory before it becomes a policy. Each error is one line that names the key.
 
-transformers, vLLM and bebop each read a directory by rules of their own: where those rules would read different models
-out of one directory, it is refused here.
+transformers, vLLM and bebop read a directory by different rules. A directory that they would read as different models
+is refused here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WINDOW_FREE_ROPE = ("default", "linear", "llama3")  # types that do not look at 
 
 
 def checked_config(source: Path) -> dict[str, Any]:
-    """config.json of a directory that can become a policy. Raises BadInput where it cannot."""
+    """config.json of a directory. Raises BadInput if the directory cannot become a policy."""
     if not source.is_dir():
         raise BadInput(f"model.path={source}: no such directory; expected a Hugging Face directory")
     path = source / "config.json"
@@ -46,7 +46,7 @@ def checked_config(source: Path) -> dict[str, Any]:
 
 
 def check_positions(where: Path | str, config: Mapping[str, Any], max_model_len: int | None) -> None:
-    """Raise BadInput where a text can be longer than the positions that the model was made for."""
+    """Raise BadInput if a text can be longer than the model's number of positions."""
     part = decoder_config(config)
     positions, rope = part.get("max_position_embeddings"), part.get("rope_parameters") or part.get("rope_scaling") or {}
     if max_model_len is None or not isinstance(positions, int):
@@ -89,7 +89,7 @@ def _check_class(source: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_files(source: Path) -> None:
-    """Raises BadInput on weight files that some readers take and others leave."""
+    """Raise BadInput for weight files that some readers use and others ignore."""
     if not (source / INDEX).is_file():
         return
     named = set(json.loads((source / INDEX).read_text())["weight_map"].values())
@@ -100,7 +100,7 @@ def _check_files(source: Path) -> None:
 
 
 def check_tied(source: Path, tensors: Mapping[str, Tensor], *, tied: bool) -> None:
-    """Raises BadInput where config.json ties the embeddings and the file has another lm_head."""
+    """Raise BadInput if config.json ties the embeddings but the file has a different lm_head."""
     if tied and {EMBEDDINGS, LM_HEAD} <= set(tensors) and not torch.equal(tensors[EMBEDDINGS], tensors[LM_HEAD]):
         raise BadInput(
             f"model.path={source}: config.json sets tie_word_embeddings=true, but {LM_HEAD} differs from {EMBEDDINGS}; "
@@ -109,7 +109,7 @@ def check_tied(source: Path, tensors: Mapping[str, Tensor], *, tied: bool) -> No
 
 
 def check_dtype(source: Path, name: str, tensor: Tensor) -> None:
-    """Raises BadInput on a tensor that is not a weight in a plain floating-point type."""
+    """Raise BadInput for a tensor that is not a weight in a plain floating-point type."""
     if tensor.dtype not in READABLE:
         raise BadInput(
             f"model.path={source}: {name} is {str(tensor.dtype).removeprefix('torch.')}; expected float32, bfloat16 or "
@@ -118,7 +118,7 @@ def check_dtype(source: Path, name: str, tensor: Tensor) -> None:
 
 
 def check_shape(source: Path, config: Any) -> None:
-    """Raises BadInput on what transformers' class of the policy computes and vLLM's does not. config: transformers'."""
+    """Raise BadInput for features of transformers' class that vLLM's class lacks. config: transformers'."""
     kind = config.model_type
     if kind in ("qwen3", "qwen3_moe") and getattr(config, "attention_bias", False):
         raise BadInput(f"model.path={source}: attention_bias=true: vLLM's {kind} has no bias in o_proj; expected false")
@@ -131,10 +131,10 @@ def check_shape(source: Path, config: Any) -> None:
 
 
 def without_window(source: Path, raw: dict[str, Any], config: Any, max_model_len: int | None) -> dict[str, Any]:
-    """config.json without its sliding window, where no text is long enough to fill that.
+    """config.json without its sliding window, if no text is longer than the window.
 
-    Heads attend to all positions, so a window that works is refused (BadInput). The result ends its context where the
-    window would begin to work. raw: config.json; config: transformers' reading of it.
+    Heads attend to all positions, so a window that has an effect raises BadInput. The result limits the context to the
+    length at which the window would have an effect. raw: config.json; config: transformers' reading of it.
     """
     window = getattr(config, "sliding_window", None)
     if window is None:

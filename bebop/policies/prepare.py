@@ -9,7 +9,7 @@ from bebop.policies.checks import check_positions
 from bebop.policies.layout import MAX_POSITIONS
 from bebop.store.caches import cached, versions
 
-# Raise when a change to the code makes other policies of the same config.
+# Increase it if a code change makes another policy from the same config.
 VERSION = 5
 
 

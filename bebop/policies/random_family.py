@@ -141,7 +141,7 @@ def _as_mimo(dest: Path) -> None:
 
 @torch.no_grad()
 def _draw(module: torch.nn.Module, generator: torch.Generator) -> None:
-    """Weights of standard deviation 1 / sqrt(fan-in), vectors near where they were."""
+    """Draw weights of standard deviation 1 / sqrt(fan-in), and vectors close to their initial values."""
     tied = module.config.tie_word_embeddings
     buffers = {name: buffer for name, buffer in module.named_buffers() if name.endswith("e_score_correction_bias")}
     for name, value in {**dict(module.named_parameters()), **buffers}.items():

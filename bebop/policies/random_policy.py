@@ -1,4 +1,4 @@
-"""A random policy in any known layout, for tests and losslessness checks, which need any model, only small."""
+"""A random policy in any known layout, for tests and losslessness checks, which need only some small model."""
 
 from __future__ import annotations
 

