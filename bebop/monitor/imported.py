@@ -18,16 +18,15 @@ from __future__ import annotations
 import csv
 import dataclasses
 import itertools
-import json
 import math
 import re
-import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bebop.errors import BadInput
 from bebop.records import DraftCounts, StepRecord
+from bebop.store.wandb import offline_history
 
 # verl's name -> field of StepRecord; of several for one field, the first that a step has
 VERL = {
@@ -45,8 +44,6 @@ _TEXT = {"acceptance_rule", "backbone_checksum", "heads_checksum_trainer", "head
 _CONSOLE = re.compile(r"(?:^|\s)step:(\d+) - (.+)$")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _COUNTERS = "vllm:spec_decode_num_"
-_WANDB_HEADER, _BLOCK = 7, 32768  # bytes
-_LAST_PIECE = (1, 4)  # a whole record, and the end of one in pieces
 
 Row = dict[str, Any]
 
@@ -161,41 +158,13 @@ def _pairs(text: str) -> Row:
 
 
 def _wandb(path: Path) -> dict[int, Row]:
-    """The history in an offline run's file."""
-    from wandb.proto import wandb_internal_pb2
-
     rows: dict[int, Row] = {}
-    for data in _leveldb_records(path.read_bytes()[_WANDB_HEADER:], _WANDB_HEADER):
-        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") != "history":
-            continue
-        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        step = int(items.pop("_step", record.history.step.num))
-        step = int(items.pop("training/global_step", step))
-        rows.setdefault(step, {}).update(items)
+    for values in offline_history(path):
+        step = int(values.pop("_step"))
+        rows.setdefault(int(values.pop("training/global_step", step)), {}).update(values)
     if not rows:
         raise BadInput(f"{path}: got no logged steps, expected the history of a run")
     return rows
-
-
-def _leveldb_records(data: bytes, offset: int) -> Iterator[bytes]:
-    """Records of LevelDB's log format, which wandb writes: pieces with a header of 7 bytes, in blocks of 32 KiB.
-
-    offset: of data in its file. A torn last record is left out.
-    """
-    at, record = 0, b""
-    while at + 7 <= len(data):
-        left = _BLOCK - (at + offset) % _BLOCK
-        length, kind = struct.unpack_from("<HB", data, at + 4)
-        if left < 7 or kind == 0:
-            at += left
-            continue
-        record += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in _LAST_PIECE and at <= len(data):
-            yield record
-            record = b""
 
 
 def _prometheus(pages: Iterable[Path]) -> dict[int, Row]:

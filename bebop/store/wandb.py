@@ -6,10 +6,12 @@ curves over steps there is a chart of acceptance length over entropy, and a tabl
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
+import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +169,43 @@ def _run_id(run_dir: Path) -> str:
     if not path.exists():
         write_text(path, os.urandom(6).hex())
     return path.read_text().strip()
+
+
+_HEADER, _BLOCK = 7, 32768  # bytes
+_LAST_PIECE = (1, 4)  # a whole record, and the end of one in pieces
+
+
+def offline_history(path: Path) -> Iterator[dict[str, Any]]:
+    """What an offline run logged, in order: the values of each call of `log`, with their "_step".
+
+    path: the run's .wandb file.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    for data in _leveldb_records(path.read_bytes()[_HEADER:], _HEADER):
+        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            step = {"_step": record.history.step.num}
+            yield step | {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+            }
+
+
+def _leveldb_records(data: bytes, offset: int) -> Iterator[bytes]:
+    """Records of LevelDB's log format, which wandb writes: pieces with a header of 7 bytes, in blocks of 32 KiB.
+
+    offset: of data in its file. A torn last record is left out.
+    """
+    at, record = 0, b""
+    while at + 7 <= len(data):
+        left = _BLOCK - (at + offset) % _BLOCK
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        if left < 7 or kind == 0:
+            at += left
+            continue
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in _LAST_PIECE and at <= len(data):
+            yield record
+            record = b""
