@@ -72,3 +72,8 @@ class ProbabilitiesDiffer(RlError):
 
 class WorkerDied(RlError):
     """An engine, a worker or a rollout process is gone, or does not answer."""
+
+
+def first_line(error: Exception) -> str:
+    """An error of another library in one line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -8,7 +8,6 @@ builds a [T, T] mask.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,24 @@ import torch
 from torch import Tensor
 
 from bebop.errors import BadInput
-from bebop.mtp import family_of
-from bebop.mtp.checkpoint import Tensors, read_config, refuse_biases
-from bebop.mtp.families import decoder_config
+from bebop.mtp.checkpoint import refuse_not_finite
+from bebop.mtp.reading import Reading, decoder_class, read_policy
 
 ROW_TOKENS = 8192  # padded tokens in one forward
+PADDING_LOGIT = -1e4  # probability 0 in every type and at every temperature, and finite: 0 * it is 0 in an entropy
 
 
 class Backbone:
-    """A frozen policy. `.model` is the transformers model in eval mode, no parameter of it requires a gradient."""
+    """A frozen policy. `.model` is the transformers model in eval mode, no parameter of it requires a gradient.
 
-    def __init__(self, model: Any) -> None:
+    reading: of its directory. num_ids: of its tokenizer; embeddings beyond are padding, which has no part in any
+    probability.
+    """
+
+    def __init__(self, model: Any, reading: Reading) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.config = model.config
+        self.config, self.reading, self.num_ids = model.config, reading, reading.num_ids
+        mask_padding(self.model, self.num_ids)
 
     @property
     def embed_weight(self) -> Tensor:
@@ -37,8 +41,13 @@ class Backbone:
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """[V, D] output projection; the embeddings themselves where the policy ties them."""
-        return self.model.get_output_embeddings().weight
+        """[num_ids, D] output projection, without rows of padding; of the embeddings where the policy ties them."""
+        return self.model.get_output_embeddings().weight[: self.num_ids]
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output projection is the embeddings."""
+        return self.model.get_output_embeddings().weight is self.embed_weight
 
     @torch.no_grad()
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -47,7 +56,7 @@ class Backbone:
         input_ids, position_ids: integer [T]; cu_seqlens: integer [B+1], 0 first and T last. No document sees another.
         Raises ValueError where the three do not fit together or an id is outside the vocabulary.
         """
-        lengths = _checked_lengths(input_ids, position_ids, cu_seqlens, self.config.vocab_size)
+        lengths = _checked_lengths(input_ids, position_ids, cu_seqlens, self.num_ids)
         hidden = self.embed_weight.new_empty(len(input_ids), self.config.hidden_size)
         starts = cu_seqlens.tolist()
         for documents in _rows(lengths):
@@ -68,29 +77,27 @@ class Backbone:
 def load_backbone(path: Path, *, dtype: torch.dtype, device: str | torch.device = "cpu") -> Backbone:
     """Load the policy in `path` as a frozen backbone, by transformers' own class, without its MTP layers.
 
-    Raises ValueError where there is none, or where its family is not one that bebop knows.
+    Raises BadInput on a directory that `read_policy` refuses, and on weights that are not finite.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-
-    path = Path(path)
-    if not (path / "config.json").is_file():
-        raise BadInput(f"policy {path}: no config.json there; expected a Hugging Face directory")
-    raw = read_config(path)
-    family, tensors = family_of(raw, path), Tensors(path)
-    roots = family.roots(tensors, decoder_config(raw))
-    stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(path))]
-    refuse_biases(tensors, raw)
-    known = getattr(stock, "_keys_to_ignore_on_load_unexpected", None) or []
-    ignored = [*known, *map(re.escape, [*roots, *family.zero_biases(tensors, decoder_config(raw))])]
-    # In the class's own module, where transformers looks up what its code supports.
-    decoder = type(
-        stock.__name__, (stock,), {"_keys_to_ignore_on_load_unexpected": ignored, "__module__": stock.__module__}
-    )
-    model = decoder.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-    return Backbone(model.to(device))
+    reading = read_policy(path)
+    decoder = decoder_class(reading.config, reading.path, reading.shapes)
+    model = decoder.from_pretrained(reading.path, dtype=dtype, attn_implementation="sdpa")
+    refuse_not_finite(reading.path, model.named_parameters())
+    return Backbone(model.to(device), reading)
 
 
-def _checked_lengths(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, vocab_size: int) -> list[int]:
+def mask_padding(model: Any, num_ids: int) -> None:
+    """Let a transformers model give no probability to the padding ids, those from num_ids on."""
+
+    def mask(module: Any, inputs: Any, logits: Tensor) -> None:
+        logits[..., num_ids:] = PADDING_LOGIT
+
+    lm_head = model.get_output_embeddings()
+    if num_ids < len(lm_head.weight):
+        lm_head.register_forward_hook(mask)
+
+
+def _checked_lengths(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, num_ids: int) -> list[int]:
     lengths = cu_seqlens.diff().tolist()
     total = len(input_ids)
     if cu_seqlens[0] != 0 or cu_seqlens[-1] != total or min(lengths, default=0) < 1 or len(position_ids) != total:
@@ -99,8 +106,8 @@ def _checked_lengths(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor
             "rising bounds from 0 to the number of tokens, and one position for each token"
         )
     low, high = int(input_ids.min()), int(input_ids.max())
-    if low < 0 or high >= vocab_size:
-        raise BadInput(f"input_ids between {low} and {high}: expected ids in [0, {vocab_size})")
+    if low < 0 or high >= num_ids:
+        raise BadInput(f"input_ids between {low} and {high}: expected ids in [0, {num_ids})")
     return lengths
 
 

@@ -18,7 +18,7 @@ from bebop.config.heads import Loss, Sft
 from bebop.config.limits import check_lengths, check_numbers, check_temperatures
 from bebop.config.members import check_members
 from bebop.config.messages import one_line
-from bebop.config.policy import Model
+from bebop.config.policy import CheckedModel, Model
 from bebop.config.rl import Grpo, Monitor, Trainer
 from bebop.config.rollout import Engine, RolloutSection, check_depth, check_sampled, check_untruncated
 from bebop.config.section import FilePath, Section
@@ -57,6 +57,8 @@ class Doctor(Section):
     min_p_value: float = Field(1e-3, gt=0, lt=1)
     # apply bebop's fixes to vLLM; false shows which checks fail without them
     engine_fixes: bool = True
+    # with a model: largest difference, in nats, of a token's log-probability between any two readers of the policy
+    max_logprob_diff: float = Field(1e-4, gt=0)
 
     @model_validator(mode="after")
     def _fixes_are_for_vllm(self) -> Doctor:
@@ -213,9 +215,10 @@ class BenchConfig(Run):
 
 
 class DoctorConfig(Run):
-    """What is installed, and whether the engine samples from the right distribution."""
+    """What is installed, and whether the engine samples the right distribution or all readers of a policy agree."""
 
     doctor: Doctor = Doctor()
+    model: CheckedModel = CheckedModel()
 
 
 class ReportConfig(Run):

@@ -60,3 +60,8 @@ class Model(Section):
         if self.name != "hf" and self.path is not None:
             raise BadInput(f"model.path: got {self.path} with model.name={self.name}; set model.name=hf")
         return self
+
+
+class CheckedModel(Model):
+    # none: no policy is checked; the others as in every command
+    name: Literal["none", "tiny", "smollm2", "hf"] = "none"  # type: ignore[assignment]

@@ -56,7 +56,7 @@ def reference() -> str:
     sections: dict[str, type[BaseModel]] = {}
     for command, model in COMMANDS.items():
         fields = {name: field.annotation for name, field in model.model_fields.items()}
-        sections |= {name: annotation for name, annotation in fields.items() if is_section(annotation)}
+        sections |= {name: a for name, a in fields.items() if is_section(a) and name not in sections}
         if own := [name for name in fields.keys() - sections.keys() if name not in Run.model_fields]:
             parts.append(_table(f"Keys of {command}", "", model, sorted(own)))
     parts += [_section(name, section) for name, section in sections.items()]

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bebop.errors import BadInput
+from bebop.errors import BadInput, first_line
 from bebop.records import Prompt
 
 # Fixed words of the tasks' questions and of our worked solutions: one token each after a space, a few pieces at the
@@ -59,6 +59,31 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path)
+
+
+def read_tokenizer(path: Path) -> Any:
+    """The tokenizer in `path`. Raises BadInput, one line, where none can be read."""
+    try:
+        tokenizer = load_tokenizer(path)
+    except Exception as error:  # transformers and tokenizers raise whatever their readers run into
+        raise BadInput(f"{path}: no tokenizer can be read there: {first_line(error)}") from None
+    files = sorted(set(tokenizer.vocab_files_names.values()))
+    if not any((Path(path) / file).is_file() for file in files):  # transformers then makes an empty one
+        raise BadInput(f"{path}: no tokenizer can be read there: expected one of {', '.join(files)}")
+    return tokenizer
+
+
+def num_ids_of(tokenizer: Any) -> int:
+    """How many ids a tokenizer has: the highest and all below it, added tokens included.
+
+    A model may have more embeddings, for rounder sizes; these padding ids are never sampled, supervised or scored.
+    """
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def num_token_ids(path: Path) -> int:
+    """`num_ids_of` the tokenizer of a policy directory. Raises BadInput where none can be read."""
+    return num_ids_of(read_tokenizer(path))
 
 
 class TemplateRaised(BadInput):

@@ -3,6 +3,8 @@
 The distribution of a policy with a tiny vocabulary is enumerated in float64. The real engine samples it with
 speculation, and a chi-square test compares both. Then the weights are updated in the running engine, and the samples
 must follow the new policy.
+
+With a model, that policy is checked instead: the log-probabilities of all its readers on one text (readers.py).
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from bebop.config import DoctorConfig
 from bebop.doctor.checks import Row, check_engine, check_rule
+from bebop.doctor.readers import LENGTH, check_readers
 from bebop.engines.vllm_engine.environment import applied
 from bebop.engines.vllm_engine.fixes import FIXES_ENV
 from bebop.store.environment import installed
@@ -27,18 +31,22 @@ def run(config: DoctorConfig, run_dir: Path) -> int:
     print("Installed")
     for name, found in installed():
         print(f"  {name:<14}{found}")
-    print(f"\nLossless speculation, {config.doctor.num_requests} requests per check", flush=True)
+    good, bad = "this engine is lossless", "NOT proven lossless"
+    if config.model.name != "none":
+        good, bad = "every reader reads the same policy", "readers DIFFER"
+        print(f"\nReaders of the policy, {LENGTH} tokens in float32", flush=True)
+    else:
+        print(f"\nLossless speculation, {config.doctor.num_requests} requests per check", flush=True)
     rows: list[Row] = []
     switch = {FIXES_ENV: os.environ.get(FIXES_ENV, "1") if config.doctor.engine_fixes else "0"}
     with applied(switch), tempfile.TemporaryDirectory() as work_dir:
-        for check in (check_rule(config.seed), check_engine(config, Path(work_dir))):
-            for row in check:
-                rows.append(row)
-                verdict = "pass" if row.passed else "FAIL"
-                print(f"  {verdict}  {row.check}: {row.found}; expected {row.expected}", flush=True)
-    failed = [row.check for row in rows if not row.passed]
+        for row in _checks(config, Path(work_dir)):
+            rows.append(row)
+            verdict = {True: "pass", False: "FAIL", None: "----"}[row.passed]
+            print(f"  {verdict}  {row.check}: {row.found}; expected {row.expected}", flush=True)
+    failed = [row.check for row in rows if row.passed is False]
     seconds = time.monotonic() - started
-    verdict = "this engine is lossless" if not failed else f"NOT proven lossless: {', '.join(failed)}"
+    verdict = good if not failed else f"{bad}: {', '.join(failed)}"
     print(f"\n{verdict} ({seconds:.0f} s)")
     write_summary(
         run_dir,
@@ -51,3 +59,15 @@ def run(config: DoctorConfig, run_dir: Path) -> int:
         },
     )
     return 1 if failed else 0
+
+
+def _checks(config: DoctorConfig, work_dir: Path) -> Iterator[Row]:
+    if config.model.name == "none":
+        yield from check_rule(config.seed)
+        yield from check_engine(config, work_dir)
+        return
+    from bebop.policies import prepare_policy
+
+    model = config.model.model_copy(update={"dtype": "float32"})
+    policy = prepare_policy(model, config.seed, max_model_len=LENGTH)
+    yield from check_readers(model.path or policy, policy, config.doctor.max_logprob_diff)

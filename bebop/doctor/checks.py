@@ -19,6 +19,7 @@ from bebop.records import Rollout, Sampling
 from bebop.spec import RULES
 
 VOCABULARY = 8
+PADDING = 5  # embeddings without an id: the engine must not sample them
 DEPTH = 3
 PROMPT = (1, 2, 3, 4)
 RULE_TOLERANCE = 1e-12
@@ -78,8 +79,8 @@ def check_engine(config: DoctorConfig, work_dir: Path) -> Iterator[Row]:
     """Losslessness and weight sync of the installed engine. A failing engine gives a row, not an exception."""
     from bebop.policies import random_checkpoint
 
-    first = random_checkpoint(work_dir / "first", vocab=VOCABULARY, seed=config.seed + 1)
-    second = random_checkpoint(work_dir / "second", vocab=VOCABULARY, seed=config.seed + 2)
+    first = random_checkpoint(work_dir / "first", vocab=VOCABULARY, padding=PADDING, seed=config.seed + 1)
+    second = random_checkpoint(work_dir / "second", vocab=VOCABULARY, padding=PADDING, seed=config.seed + 2)
     try:
         for drafts, section in engine_sections(config.doctor.engine).items():
             with make_engine(section, first, seed=config.seed) as engine:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from bebop.backbone import load_backbone
+from bebop.data.tokenizer import num_token_ids
 from bebop.spec import ChainRule
 
 LENGTH = 3  # tokens in the joint distribution
 
 
 def load_policy(policy_dir: Path) -> Any:
-    """The policy in transformers, in float64, without its heads."""
+    """The policy in transformers, in float64, without its heads; padding ids have probability 0."""
     return load_backbone(policy_dir, dtype=torch.float64).model
 
 
@@ -26,13 +27,12 @@ def conditionals(policy_dir: Path, prompt: Sequence[int], temperature: float) ->
     """[V], [V, V], [V, V, V] float64: distributions of token 1, of token 2 after each first, and of token 3 after each
     pair.
 
-    Computed by transformers in float64.
+    Computed by transformers in float64. V: ids of the tokenizer.
     """
-    model = load_policy(policy_dir)
-    size = model.config.vocab_size
+    model, size = load_policy(policy_dir), num_token_ids(policy_dir)
     rows = [[*prompt, *pair] for pair in itertools.product(range(size), repeat=LENGTH - 1)]
     with torch.no_grad():
-        logits = model(torch.tensor(rows)).logits[:, -LENGTH:]
+        logits = model(torch.tensor(rows)).logits[:, -LENGTH:, :size]
     probs = torch.softmax(logits / temperature, dim=-1).view(size, size, LENGTH, size)
     return [probs[0, 0, 0], probs[:, 0, 1], probs[:, :, 2]]
 

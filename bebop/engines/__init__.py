@@ -10,13 +10,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bebop.config import RolloutSection, check_depth
 from bebop.engines.protocol import RolloutEngine
 from bebop.engines.vllm_engine.rules import SERVED_RULES
 from bebop.errors import BadInput, EngineDied, EngineError, EngineRefused
 from bebop.registry import Registry
+
+if TYPE_CHECKING:
+    from bebop.mtp.reading import Reading
 
 logger = logging.getLogger("bebop.engines")
 
@@ -36,7 +39,7 @@ __all__ = [
 class EngineInfo:
     """One engine.
 
-    make: (rollout, policy_dir, seed=, dtype=) -> a running engine. check: (rollout, policy_dir) -> None, raises
+    make: (rollout, policy_dir, seed=, dtype=) -> a running engine. check: (rollout, reading) -> None, raises
     EngineRefused for a policy that the engine does not support, before anything is loaded.
     trees, draft_schedules: whether it supports `rollout.tree` and `rollout.draft_schedule`. rules: the acceptance rules
     that it supports; None: all registered rules.
@@ -44,7 +47,7 @@ class EngineInfo:
     """
 
     make: Callable[..., RolloutEngine]
-    check: Callable[[RolloutSection, Path], None] = lambda rollout, policy_dir: None
+    check: Callable[[RolloutSection, Reading], None] = lambda rollout, reading: None
     trees: bool = False
     draft_schedules: bool = False
     verl_server: str | None = None
@@ -81,10 +84,10 @@ def _torch(rollout: RolloutSection, policy_dir: Path, **settings: Any) -> Rollou
     return TorchEngine(rollout, policy_dir, **settings)
 
 
-def _check_torch(rollout: RolloutSection, policy_dir: Path) -> None:
+def _check_torch(rollout: RolloutSection, reading: Reading) -> None:
     from bebop.engines.torch_engine.supported import check_supported
 
-    check_supported(rollout, policy_dir)
+    check_supported(rollout, reading)
 
 
 ENGINES: Registry[EngineInfo] = Registry("engine", key="rollout.engine")
@@ -111,16 +114,19 @@ def check_policy(rollout: RolloutSection, policy_dir: Path) -> None:
 
     The depth is not checked for heads that bebop did not train, see bebop.mtp.checkpoint.trained_depth.
     """
-    config_path = policy_dir / "config.json"
-    if not config_path.is_file():
-        raise EngineRefused(f"{policy_dir}: no config.json, expected a Hugging Face directory of a policy")
-    ENGINES[rollout.engine].check(rollout, policy_dir)
+    # these import transformers
+    from bebop.mtp.checkpoint import trained_depth
+    from bebop.mtp.families import COUNT_KEYS
+    from bebop.mtp.reading import read_policy
+
+    try:
+        reading = read_policy(policy_dir)
+    except BadInput as error:
+        raise EngineRefused(str(error)) from None
+    ENGINES[rollout.engine].check(rollout, reading)
     if rollout.speculation == "none":
         return
-    from bebop.mtp.checkpoint import num_mtp_layers, trained_depth
-    from bebop.mtp.families import COUNT_KEYS
-
-    if not num_mtp_layers(policy_dir):
+    if not reading.mtp_layers:
         raise EngineRefused(
             f"{policy_dir} has no MTP head ({' or '.join(COUNT_KEYS)} in config.json): "
             "train one with the sft command, or set rollout.speculation=none"

@@ -47,6 +47,9 @@ class RolloutEngine(Protocol):
     async def agenerate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Rollout:
         """Sample one response. May be awaited from any event loop, and many times at once."""
 
+    def prompt_logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of every token of each prompt after its first, at temperature 1."""
+
     def update_weights(self, tensors: Weights, version: int) -> WeightChecksums:
         """Replace the named tensors (checkpoint names; backbone, heads or both) in place; return the new checksums.
 

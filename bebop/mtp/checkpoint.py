@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bebop.errors import BadInput
+from bebop.errors import BadInput, first_line
 from bebop.mtp.families import MIMO, claimed_layers, decoder_config, family_of, is_head_name, known_family
 from bebop.records import WeightChecksums
 
@@ -50,8 +50,11 @@ class Tensors(Mapping[str, Tensor]):
             raise BadInput(f"{self.path}: expected {SINGLE} or {INDEX} in it")
 
     def _names(self, file: str) -> list[str]:
-        with safe_open(self.path / file, "pt") as shard:
-            return list(shard.keys())
+        try:
+            with safe_open(self.path / file, "pt") as shard:
+                return list(shard.keys())
+        except (SafetensorError, OSError) as error:
+            raise BadInput(f"{self.path}: {file} cannot be read ({first_line(error)}); copy the file again") from None
 
     def _check_shards(self) -> None:
         for file in sorted(set(self.files.values())):
@@ -89,16 +92,6 @@ def trained_depth(path: Path) -> int | None:
     return None if depth is None else int(depth)
 
 
-def num_mtp_layers(path: Path) -> int:
-    """MTP layers of a policy directory, as an engine finds them: those that config.json claims, or, where it is silent
-    (published Qwen3-Next), those that there are tensors of."""
-    config = read_config(path)
-    family, claimed = known_family(config), claimed_layers(config)
-    if claimed or family is None or family.count_key in decoder_config(config):
-        return claimed
-    return len(family.layers(Tensors(path), decoder_config(config)))
-
-
 def refuse_biases(tensors: Tensors, config: Mapping[str, Any]) -> None:
     """Raise ValueError where a bias that has to be zero (families.Family.zero_biases) is not."""
     family = known_family(config)
@@ -106,6 +99,13 @@ def refuse_biases(tensors: Tensors, config: Mapping[str, Any]) -> None:
     wrong = [name for name in names if name in tensors and bool(tensors[name].any())]
     if wrong:
         raise BadInput(f"{tensors.path}: {wrong[0]} is not zero; transformers' decoder has no bias there")
+
+
+def refuse_not_finite(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise BadInput where a weight of the policy in `path` holds a NaN or an infinity."""
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise BadInput(f"{path}: {name} has a NaN or an infinity, expected finite weights")
 
 
 def write_checkpoint(

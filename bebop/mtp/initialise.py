@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from bebop.errors import BadInput
-from bebop.mtp.checkpoint import Tensors, read_config, refuse_biases
+from bebop.mtp.checkpoint import Tensors, read_config, refuse_biases, refuse_not_finite, tensor_facts
 from bebop.mtp.families import Family, claimed_layers, decoder_config, family_of
 from bebop.mtp.head import MtpHead, head_state
 from bebop.mtp.names import FLOAT32, cast, from_checkpoint, stacks_experts, to_checkpoint
@@ -28,8 +28,6 @@ def load_heads(path: Path) -> MtpHead | None:
     path = Path(path)
     tensors, config = Tensors(path), read_config(path)
     family, decoder = family_of(config, path), decoder_config(config)
-    prefix = family.first(decoder)
-    found = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
     present, claimed = family.layers(tensors, decoder), claimed_layers(config)
     if not claimed and not present:
         return None
@@ -38,20 +36,39 @@ def load_heads(path: Path) -> MtpHead | None:
             f"{path}: it has MTP tensors, but config.json does not claim any; set {family.count_key}=1 in config.json"
         )
     refuse_biases(tensors, config)
-    head = _new_head(family, path, tensors)
+    check_heads(path, config, {name: shape for name, (shape, _) in tensor_facts(path).items()})
+    head, prefix = _new_head(family, path, tensors), family.first(decoder)
     expected = {name.removeprefix(prefix) for name in head_state(head)}
-    missing = sorted(expected - found.keys())
-    unexpected = sorted(found.keys() - expected - set(family.shared))
-    if family.parts.get("layer") == "layers.0":  # the prefix holds further layers too
-        unexpected = [name for name in unexpected if not name.startswith("layers.") or name.startswith("layers.0.")]
-    if missing or unexpected:
-        raise BadInput(
-            f"{path}: {len(found)} tensors {prefix}*, expected {len(expected)}; missing {_few(missing)}, "
-            f"unexpected {_few(unexpected)}{_hint(unexpected)}"
-        )
     expected -= set(family.zero_biases(expected, decoder))
-    _fill(head, from_checkpoint(family.parts, {name: tensors[found[name]] for name in expected}))
+    values = {name: tensors[prefix + name] for name in expected}
+    refuse_not_finite(path, ((prefix + name, tensor) for name, tensor in values.items()))
+    _fill(head, from_checkpoint(family.parts, values))
     return head
+
+
+def check_heads(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise BadInput unless the tensors of a policy's MTP layer 0 are those of its family's head. shapes: by name."""
+    family, decoder = family_of(config, path), decoder_config(config)
+    text_config, prefix = AutoConfig.from_pretrained(path).get_text_config(), family.first(decoder)
+    norm = torch.ones(text_config.hidden_size)  # any: only names and shapes are asked for
+    with torch.device("meta"):
+        head = MtpHead(family, text_config, norm, stacked=_stacked(family, decoder, shapes))
+    expected = {name: tuple(tensor.shape) for name, tensor in head_state(head).items()}
+    found = {name for name in shapes if name.startswith(prefix)}
+    missing = sorted(expected.keys() - found)
+    unexpected = sorted(found - expected.keys() - {prefix + name for name in family.shared})
+    if family.parts.get("layer") == "layers.0":  # the prefix holds further layers too
+        further = prefix + "layers."
+        unexpected = [name for name in unexpected if not name.startswith(further) or name.startswith(further + "0.")]
+    if missing or unexpected:
+        short = [[name.removeprefix(prefix) for name in names] for names in (missing, unexpected)]
+        raise BadInput(
+            f"{path}: {len(found)} tensors {prefix}*, expected {len(expected)}; missing {_few(short[0])}, "
+            f"unexpected {_few(short[1])}{_hint(unexpected)}"
+        )
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise BadInput(f"{path}: {name} has shape {list(shapes[name])}, expected {list(shape)} by config.json")
 
 
 def init_heads(policy_dir: Path, how: Literal["last_layer", "random"] = "last_layer", seed: int = 0) -> MtpHead:
@@ -104,7 +121,7 @@ def _decoder_prefix(tensors: Mapping[str, Tensor]) -> str:
     return name if f"{name}norm.weight" in tensors else "model."
 
 
-def _stacked(family: Family, decoder: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+def _stacked(family: Family, decoder: Mapping[str, Any], tensors: Iterable[str]) -> bool:
     """Whether the head's experts are stacked; for a policy without a head, whether the policy's are."""
     return stacks_experts([name for name in tensors if family.is_head(name, decoder)] or tensors)
 
@@ -147,12 +164,6 @@ def _hint(unexpected: list[str]) -> str:
 
 
 def _fill(head: MtpHead, values: dict[str, Tensor]) -> None:
-    for name, parameter in head.named_parameters():
-        if parameter.shape != values[name].shape:
-            raise BadInput(
-                f"{head.family.first(head.config)}{name}: shape {list(values[name].shape)}, expected "
-                f"{list(parameter.shape)} by config.json"
-            )
     frozen = {name for name, parameter in head.named_parameters() if not parameter.requires_grad}
     head.load_state_dict(values, assign=True)
     for name, parameter in head.named_parameters():

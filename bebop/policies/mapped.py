@@ -31,8 +31,9 @@ from torch import Tensor
 
 from bebop.config import Model
 from bebop.errors import BadInput
-from bebop.mtp.checkpoint import INDEX, SINGLE, WEIGHT_SUFFIXES, Tensors
-from bebop.mtp.families import MIMO, Family, decoder_config, family_of
+from bebop.mtp.checkpoint import INDEX, SINGLE, WEIGHT_SUFFIXES, Tensors, refuse_not_finite
+from bebop.mtp.families import MIMO, Family, family_of
+from bebop.mtp.reading import LM_HEAD, read_policy
 from bebop.policies import checks
 from bebop.policies.layout import ARCHITECTURE
 from bebop.policies.smollm2 import PACKAGE, find_smollm2, write_smollm2
@@ -50,12 +51,14 @@ def prepare_mapped(model: Model, seed: int, *, version: int, max_model_len: int 
         made = CopyInputs(Content(file), f"{PACKAGE}: {file.name}", None, of_model, seed, reader, version)
         return cached("smollm2", made, _map_smollm2)
     source = Path(str(model.path)).expanduser().resolve()
-    raw = checks.checked_config(source)
+    try:
+        reading = read_policy(source)
+    except BadInput as error:
+        raise BadInput(f"model.path={error}") from None
+    raw, config = dict(reading.config), reading.text_config
     checks.check_positions(source, raw, max_model_len)
     if checks.stands(raw):
-        checks.check_tied(source, Tensors(source), tied=bool(decoder_config(raw).get("tie_word_embeddings")))
         return _readable(source, raw, version)
-    config = _read_by_transformers(source)
     checks.check_shape(source, config)
     raw = checks.without_window(source, raw, config, max_model_len)
     made = CopyInputs(Stamps(source), str(source), raw, of_model, seed, {}, version)
@@ -99,10 +102,9 @@ def _map(inputs: CopyInputs, directory: Path) -> None:
 
     source, raw, seed = inputs.source.path, dict(inputs.config or {}), inputs.seed
     model: Any = inputs.model.section
-    config = _read_by_transformers(source)
+    config = read_policy(source).text_config
     family, tied = layout_of(config), bool(config.tie_word_embeddings)
     tensors = Tensors(source)
-    checks.check_tied(source, tensors, tied=tied)
     _copy_other_files(source, directory)
     kept = {key: value for key, value in raw.items() if key != "dtype"}
     kept |= {"torch_dtype": model.dtype, "tie_word_embeddings": tied, "num_nextn_predict_layers": 0}
@@ -111,8 +113,7 @@ def _map(inputs: CopyInputs, directory: Path) -> None:
         if config.model_type == "qwen3":
             kept["qk_norm"] = True
     (directory / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
-    _check_tokenizer(source, directory, config.vocab_size)
-    dropped = {checks.LM_HEAD} if tied else set()
+    dropped = {LM_HEAD} if tied else set()
     _copy_weights(source, tensors, directory, getattr(torch, model.dtype), dropped, biases=family is MIMO)
     provenance = {
         "made_by": "bebop.policies.prepare_policy",
@@ -143,8 +144,7 @@ def _copy_weights(
     for file in sorted(set(tensors.files.values())):
         names = [name for name, where in tensors.files.items() if where == file and name not in dropped]
         held = {name: tensors[name] for name in names if not name.endswith("rotary_emb.inv_freq")}
-        for name, tensor in held.items():
-            checks.check_dtype(source, name, tensor)
+        refuse_not_finite(source, held.items())
         if biases:  # one that lies in another shard is the source's own
             held = {name: value for name, value in with_biases(held).items() if name in held or name not in tensors}
         if not held:
@@ -166,29 +166,6 @@ def _copy_other_files(source: Path, directory: Path) -> None:
     for file in sorted(path for path in source.iterdir() if path.is_file()):
         if not file.name.endswith(WEIGHT_SUFFIXES) and file.name not in ("config.json", "bebop.json"):
             shutil.copy2(file, directory / file.name)
-
-
-def _check_tokenizer(source: Path, directory: Path, vocab_size: int) -> None:
-    from bebop.data.tokenizer import load_tokenizer
-
-    try:
-        tokenizer = load_tokenizer(directory)
-    except (OSError, ValueError) as error:
-        raise BadInput(f"model.path={source}: no tokenizer can be read there: {_first_line(error)}") from None
-    highest = max(tokenizer.get_vocab().values())
-    if highest >= vocab_size:
-        raise BadInput(
-            f"model.path={source}: its tokenizer has ids up to {highest}, the model has {vocab_size} embeddings"
-        )
-
-
-def _read_by_transformers(source: Path) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(source)
-    except ValueError as error:
-        raise BadInput(f"model.path={source}: {_first_line(error)}") from None
 
 
 def _readable(source: Path, raw: dict[str, Any], version: int) -> Path:
@@ -229,7 +206,3 @@ def _link(file: Path, to: Path) -> None:
         os.link(file, to)
     except OSError:  # another file system
         shutil.copy2(file, to)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -45,6 +45,7 @@ def random_checkpoint(
     tied: bool = False,
     head_dim: int | None = None,
     layout: Literal["mimo"] | None = None,
+    padding: int = 0,
 ) -> Path:
     """Write a random checkpoint into `dest` and return it.
 
@@ -52,7 +53,8 @@ def random_checkpoint(
     linear_layers: with its linear attention. tied: lm_head is the embeddings, for other than MiMo's two. head_dim: of
     llama, mistral, qwen3 and qwen3_moe; hidden_size / num_heads where None.
     layout: qwen3 in MiMo's, which a vLLM without bebop serves.
-    vocab: "tiny" takes the tiny policy's tokenizer; an integer n a trivial one with the ids 0..n-1.
+    vocab: "tiny" takes the tiny policy's tokenizer; an integer n a trivial one with the ids 0..n-1. padding: embeddings
+    that the model has beyond those ids.
     Logits have standard deviation 1.2 or so and depend on the whole prefix, so that distributions are neither flat nor
     certain and the MTP layer agrees with the decoder in part.
     """
@@ -64,7 +66,7 @@ def random_checkpoint(
         write_integer_tokenizer(dest, size)
     end_id, pad_id = token_ids(dest)
     sizes: dict[str, Any] = {
-        "vocab_size": size,
+        "vocab_size": size + padding,
         "hidden_size": hidden_size,
         "num_layers": num_layers,
         "num_heads": num_heads,

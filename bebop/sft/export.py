@@ -12,6 +12,7 @@ from torch import Tensor
 from bebop.acceptance import Acceptance
 from bebop.data.self_distill import META
 from bebop.mtp import checkpoint_checksums, head_tensors, write_checkpoint
+from bebop.mtp.reading import read_policy
 from bebop.sft.job import Job
 from bebop.sft.model_card import write_card
 from bebop.sft.stage import CHECKPOINT, RESULT
@@ -62,6 +63,7 @@ def export(job: Job, tensors: Mapping[str, Tensor], scored: Acceptance, facts: M
             "backbone_checksum": checksums.backbone,
         },
     )
+    read_policy(checkpoint)  # raises where an engine would refuse what was written
     try:
         write_card(checkpoint, provenance)
     except Exception as error:

@@ -6,6 +6,8 @@ import pytest
 
 from bebop import doctor
 from bebop.config import Doctor, DoctorConfig
+from bebop.config.policy import CheckedModel
+from bebop.policies import random_checkpoint
 
 pytestmark = pytest.mark.e2e
 
@@ -33,3 +35,11 @@ def test_doctor_proves_the_torch_engine_too_trees_included(tmp_path, capsys):
     assert any("Rheo trees" in check and "T = 0.7" in check for check in checks)
     assert "backbone after swap" in checks
     assert "this engine is lossless" in capsys.readouterr().out
+
+
+def test_doctor_compares_every_reader_of_a_policy(tmp_path, capsys):
+    policy = random_checkpoint(tmp_path / "policy", model_type="llama", padding=64)
+    assert doctor.run(DoctorConfig(model=CheckedModel(name="hf", path=policy)), tmp_path) == 0
+    checks = json.loads((tmp_path / "summary.json").read_text())["checks"]
+    assert len(checks) == 6 and all(check["passed"] for check in checks)  # transformers, backbone, vllm, torch in pairs
+    assert "every reader reads the same policy" in capsys.readouterr().out

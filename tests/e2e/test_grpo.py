@@ -12,6 +12,7 @@ import pytest
 from grpo_runs import check_served, config, finish, listening, no_process_left, start, wait_for_step
 
 from bebop.monitor import read_steps
+from bebop.policies import random_checkpoint
 from bebop.processes import marked
 from bebop.rl import checkpoints
 
@@ -36,18 +37,22 @@ def check_records(run_dir: Path, steps: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def killed_and_resumed(tiny_random: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An asynchronous run of 6 steps that was killed with -9 after its third, and run again to its end."""
+def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An asynchronous run of 6 steps that was killed with -9 after its third, and run again to its end.
+
+    Of a policy with padding ids, which trainer and engine must leave out alike.
+    """
     run_dir = tmp_path_factory.mktemp("async") / "run"
+    policy = random_checkpoint(run_dir.with_name("policy"), padding=64)
     values = config("colocate_async", steps=6, save_every=2)
-    first = start(values, run_dir, tiny_random)
+    first = start(values, run_dir, policy)
     wait_for_step(first, run_dir, 3)
     (run_dir / "listening.json").write_text(json.dumps(sorted(listening(run_dir))))
     first.send_signal(signal.SIGKILL)
     first.wait()
     assert no_process_left(run_dir, within_s=20), "the kernel ends a killed run's processes"
     assert checkpoints.latest(run_dir) == 2
-    second = start(values, run_dir, tiny_random)
+    second = start(values, run_dir, policy)
     finish(second)
     assert not marked(run_dir)
     return run_dir

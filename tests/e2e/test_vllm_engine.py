@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from bebop.config import RolloutSection
+from bebop.data.tokenizer import num_token_ids
 from bebop.doctor import exact
 from bebop.engines import make_engine
 from bebop.errors import EngineDied, EngineError, EngineRefused
@@ -85,6 +86,18 @@ def test_logprobs_and_greedy_tokens_are_equal_without_speculation(fresh, policie
     for rollout in sampled:
         wanted = exact_logprobs(policies[0], rollout, 0.7)
         assert np.abs(np.array(rollout.logprobs) - wanted).max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])  # vLLM's own drafter, and bebop's
+def test_padding_ids_are_neither_sampled_nor_scored(tmp_path, kind):
+    policy = random_checkpoint(tmp_path / kind, model_type=kind, padding=64)
+    with make_engine(RolloutSection(num_speculative_tokens=3, **LIMITS), policy) as engine:
+        rollouts = engine.generate([(5, 6, 7)] * 16, Sampling(max_tokens=40, ignore_eos=True))
+        assert engine.counts().num_drafts > 0
+    tokens = [token for rollout in rollouts for token in rollout.token_ids]
+    assert len(tokens) == 640 and max(tokens) < num_token_ids(policy)
+    for rollout in rollouts:
+        assert np.abs(np.array(rollout.logprobs) - exact_logprobs(policy, rollout, 1.0)).max() < 1e-5
 
 
 def test_stop_token_cuts_tokens_logprobs_and_versions(fresh):

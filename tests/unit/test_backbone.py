@@ -174,7 +174,6 @@ def test_plain_qwen2_gets_an_mtp_layer_and_keeps_its_tensors(tmp_path, home):
             {"model_type": "llava", "architectures": ["Llava"], "text_config": {"model_type": "llama"}},
             "llava.*expected",
         ),
-        ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "sliding"),
     ],
 )
 def test_unmappable_directory_is_refused_in_one_line(tmp_path, home, config, message):

@@ -17,11 +17,12 @@ from bebop.engines.vllm_engine.arguments import (
 from bebop.engines.vllm_engine.environment import GENERAL, applied, cpu_environment, last_error, missing
 from bebop.engines.weights import replace_tensors
 from bebop.errors import ConfigError, EngineRefused
+from bebop.policies import random_checkpoint
 from bebop.records import Sampling
 
 
 def policy(path, depth=None, layers=1):
-    (path / "config.json").write_text(json.dumps({"num_nextn_predict_layers": layers}))
+    random_checkpoint(path, vocab=8, mtp=bool(layers))
     (path / "bebop.json").write_text(json.dumps({} if depth is None else {"mtp_depth": depth}))
     return path
 

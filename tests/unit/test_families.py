@@ -25,7 +25,8 @@ from bebop.mtp import (
     load_heads,
     write_checkpoint,
 )
-from bebop.mtp.checkpoint import HEADS_SHARD, INDEX, Tensors, num_mtp_layers
+from bebop.mtp.checkpoint import HEADS_SHARD, INDEX, Tensors
+from bebop.mtp.reading import read_policy
 from bebop.policies import random_checkpoint
 
 # llama and qwen3_moe in the layout of family `decoder`
@@ -238,7 +239,7 @@ def test_a_policy_without_heads_gets_them_in_its_familys_layout(policy, tmp_path
     tensors = {n: t for n, t in load_file(policy / "model.safetensors").items() if not is_head_name(n, config)}
     save_file(tensors, bare / "model.safetensors", metadata={"format": "pt"})
     (bare / "config.json").write_text(json.dumps(config | {COUNT[name]: 0}))
-    assert load_heads(bare) is None and num_mtp_layers(bare) == 0
+    assert load_heads(bare) is None and read_policy(bare).mtp_layers == 0
     head = init_heads(bare, "last_layer")
     last = {n.removeprefix("model.layers.1."): t for n, t in tensors.items() if n.startswith("model.layers.1.")}
     prefix = {"mtp.": "mtp.layers.0.", "model.mtp_layers.0.": "model.mtp_layers.0."}.get(
@@ -247,7 +248,7 @@ def test_a_policy_without_heads_gets_them_in_its_familys_layout(policy, tmp_path
     state = head_state(head)
     assert all(torch.equal(state[prefix + n], t) for n, t in last.items())
     out = write_checkpoint(bare, tmp_path / "out", state, {})
-    assert config_of(out)[COUNT[name]] == 1 and num_mtp_layers(out) == 1
+    assert config_of(out)[COUNT[name]] == 1 and read_policy(out).mtp_layers == 1
     assert checksum(head_state(load_heads(out))) == checksum(state)
     assert {n for n in Tensors(policy) if is_head_name(n, config)} == set(state)
     random = [checksum(head_state(init_heads(bare, "random", seed))) for seed in (0, 0, 1)]
@@ -301,7 +302,7 @@ def test_a_published_qwen3_next_claims_no_layer_and_has_one(policies, tmp_path):
     config = config_of(source)
     del config["num_nextn_predict_layers"]
     (source / "config.json").write_text(json.dumps(config))
-    assert num_mtp_layers(source) == 1 and load_heads(source) is not None
+    assert read_policy(source).mtp_layers == 1 and load_heads(source) is not None
 
 
 def test_a_claim_without_tensors_and_quantised_heads_are_refused(policy, tmp_path):
@@ -324,7 +325,7 @@ def test_unknown_family_is_refused_with_the_known_ones(policies, tmp_path):
     source = shutil.copytree(policies["qwen3_5_text"], tmp_path / "other")
     (source / "config.json").write_text(json.dumps(config_of(source) | {"model_type": "gpt2"}))
     for call in (load_heads, init_heads, lambda path: load_backbone(path, dtype=torch.float32)):
-        with pytest.raises(ValueError, match=r"model_type=gpt2; expected one of .*mimo .*glm4_moe.*FAMILIES") as error:
+        with pytest.raises(ValueError, match=r"model_type.gpt2.* expected .*mimo.*glm4_moe.*FAMILIES") as error:
             call(source)
         assert "\n" not in str(error.value)
 
@@ -349,7 +350,7 @@ def test_a_model_with_eyes_keeps_its_decoder_behind_text_config(policies, tmp_pa
     save_file(bare, source / "model.safetensors", metadata={"format": "pt"})
     (source / "config.json").write_text(json.dumps(nested | {"text_config": text | {"mtp_num_hidden_layers": 0}}))
     out = write_checkpoint(source, tmp_path / "out", head_state(init_heads(source)), {})
-    assert config_of(out)["text_config"]["mtp_num_hidden_layers"] == 1 and num_mtp_layers(out) == 1
+    assert config_of(out)["text_config"]["mtp_num_hidden_layers"] == 1 and read_policy(out).mtp_layers == 1
     assert "model.visual.x.weight" in Tensors(out)
 
 

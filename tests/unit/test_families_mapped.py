@@ -43,7 +43,8 @@ def save(folder: Path, kind: str, shard: str = "40KB", **values) -> tuple[Path, 
 
     tokenizer = load_tokenizer(random_checkpoint(folder / "tok", mtp=False))
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), intermediate_size=48, **SHAPE, **values)
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), intermediate_size=48, **SHAPE, **ids, **values)
     model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():  # biases and norms too
         parameter.add_(0.05 * torch.randn_like(parameter))
@@ -196,7 +197,7 @@ def _float8(source: Path) -> None:
 
 
 def _two_saves(source: Path) -> None:
-    index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
     (source / INDEX).write_text(json.dumps(index))
 
 

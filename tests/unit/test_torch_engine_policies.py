@@ -171,16 +171,12 @@ PLAIN = {"engine": "torch", "speculation": "none", "max_model_len": 128}
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
             "sliding_window=64 below",
         ),
-        ("llama", {"quantization_config": {"quant_method": "fp8"}}, r"quantised weights \(fp8\)"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type=dynamic"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu"),
-        ("llama", {"model_type": "gemma3_text"}, "model_type=gemma3_text"),
     ],
 )
 def test_a_policy_of_another_kind_is_refused_by_its_config(tmp_path, kind, keys, message):
     path = random_checkpoint(tmp_path, vocab=VOCABULARY, model_type=kind, mtp=False)
     rewrite(path, **keys)
-    (path / "model.safetensors").unlink()  # nothing is loaded for it
     with pytest.raises(EngineRefused, match=message) as error:
         check_policy(RolloutSection(**PLAIN), path)
     assert "set rollout.engine=vllm" in str(error.value) and "\n" not in str(error.value)
@@ -198,9 +194,9 @@ def test_sliding_window_of_the_longest_text_is_allowed(tmp_path):
         ({"model.norm.weight": torch.inf}, r"model\.norm\.weight has a NaN or an infinity"),
         (
             {"model.layers.0.self_attn.q_proj.weight": None},
-            r"self_attn\.q_proj\.weight is missing, expected 21 of the policy",
+            r"1 tensors of the policy are missing, such as model\.layers\.0\.self_attn\.q_proj\.weight",
         ),
-        ({"model.layers.0.self_attn.sinks": 0.0}, r"self_attn\.sinks is in no module that rollout\.engine=torch"),
+        ({"model.layers.0.self_attn.sinks": 0.0}, r"self_attn\.sinks belongs to nothing in LlamaForCausalLM"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, change, message):

@@ -9,8 +9,9 @@ import torch
 
 from bebop.config import RolloutSection, check
 from bebop.engines import check_policy
-from bebop.engines.torch_engine.request import end_of_text, make_request
+from bebop.engines.torch_engine.request import make_request
 from bebop.errors import BadInput, ConfigError, EngineRefused
+from bebop.policies import random_checkpoint
 from bebop.records import DraftCounts, Sampling
 
 
@@ -98,12 +99,6 @@ def test_integers_of_any_type_are_integers():
     assert (one.prompt, one.top_k, one.stops) == ((1, 2), 3, {0, 4})
 
 
-def test_ends_of_text_come_from_both_configs(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9]}))
-    assert end_of_text(tmp_path) == {5, 9}
-
-
 @pytest.mark.parametrize(
     ("keys", "parts"),
     [
@@ -129,7 +124,7 @@ def test_the_fixes_of_vllm_are_not_asked_of_another_engine():
 
 
 def test_tree_deeper_than_the_trained_head_is_allowed_and_logged(tmp_path, caplog):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_nextn_predict_layers": 1}))
+    random_checkpoint(tmp_path, vocab=8)
     (tmp_path / "bebop.json").write_text(json.dumps({"mtp_depth": 3}))
     with caplog.at_level("INFO", "bebop.engines"):
         check_policy(RolloutSection(engine="torch", tree="rheo", tree_depth=8), tmp_path)

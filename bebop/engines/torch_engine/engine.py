@@ -31,9 +31,9 @@ from bebop.engines.torch_engine.batch import Finished, Rounds, slot_bytes
 from bebop.engines.torch_engine.drafter import Drafter
 from bebop.engines.torch_engine.model import Policy
 from bebop.engines.torch_engine.profiling import RoundClock
-from bebop.engines.torch_engine.request import Request, end_of_text, make_request
+from bebop.engines.torch_engine.request import Request, make_request
 from bebop.engines.weights import replace_tensors
-from bebop.errors import EngineDied, EngineError, EngineRefused
+from bebop.errors import BadInput, EngineDied, EngineError, EngineRefused
 from bebop.mtp import checksum
 from bebop.mtp.names import split_experts
 from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
@@ -49,11 +49,14 @@ class TorchEngine:
         self.rollout, self.version = rollout, 0
         device, heads = torch.device(device_name()), rollout.speculation == "mtp"
         positions = rollout.max_model_len + rollout.draft_depth + 1
-        self._policy = Policy(
-            Path(policy_dir), heads=heads, num_positions=positions, dtype=getattr(torch, dtype), device=device
-        )
+        try:
+            self._policy = Policy(
+                Path(policy_dir), heads=heads, num_positions=positions, dtype=getattr(torch, dtype), device=device
+            )
+        except BadInput as error:
+            raise EngineRefused(str(error)) from None
         self._rounds = Rounds(rollout, self._policy, self._num_slots())
-        self._end_ids = end_of_text(Path(policy_dir))
+        self._end_ids = self._policy.reading.end_ids
         self._random = random.Random(seed)
         self._ids = itertools.count()
         self._counts = DraftCounts()
@@ -84,6 +87,9 @@ class TorchEngine:
             for request in requests:
                 request.future.cancel()
             raise
+
+    def prompt_logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [self._policy.prompt_logprobs(torch.tensor(list(prompt))).tolist() for prompt in prompts]
 
     async def agenerate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Rollout:
         request = self._request(prompt_ids, sampling, request_id)

@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bebop.backbone import load_backbone
-from bebop.engines.torch_engine.kv_cache import Window
+from bebop.engines.torch_engine.kv_cache import Cache, Window
 from bebop.errors import EngineRefused
-from bebop.mtp import MtpHead, is_head_name, load_heads
-from bebop.mtp.checkpoint import Tensors, read_config
+from bebop.mtp import MtpHead, load_heads
+from bebop.mtp.checkpoint import Tensors
 from bebop.mtp.names import cast, split_experts, stacks_experts, to_checkpoint
+from bebop.mtp.reading import LM_HEAD, Reading
 
 PACKED_ROWS = 16  # number of rows for which the packed layout is chosen; it works for any number
 
@@ -156,8 +157,8 @@ class Rotary:
 class Policy:
     """The weights of a policy directory and its forward passes. views: checkpoint name -> view into the weights.
 
-    Raises EngineRefused if tensors of decoder or head are missing, if there are other tensors, or if a value is not
-    finite. `bebop.engines.torch_engine.supported` checks the kind of policy before anything loads.
+    Raises BadInput on what `bebop.backbone.load_backbone` refuses, EngineRefused on tensors that only other engines
+    know. `bebop.engines.torch_engine.supported` refuses kinds of policies before anything loads.
     """
 
     def __init__(
@@ -165,15 +166,15 @@ class Policy:
     ) -> None:
         backbone = load_backbone(policy_dir, dtype=dtype, device=device)
         network, self.config, self.dtype, self.device = backbone.model.model, backbone.config, dtype, device
-        self.raw_config, files = read_config(policy_dir), Tensors(policy_dir)
+        self.reading, files = backbone.reading, Tensors(policy_dir)
         self._add_biases(backbone.model, files)
         self.embedding, self.norm = backbone.embed_weight.detach(), network.norm.weight.detach()
-        self.tied = backbone.lm_head_weight is backbone.embed_weight
-        self.lm_head = Projection({"lm_head": backbone.model.get_output_embeddings()})
+        self.tied, lm_head = backbone.tied, backbone.model.get_output_embeddings().weight.detach()
+        self.lm_head = Projection({"lm_head": _rows(lm_head, backbone.num_ids)})
         self.rotary = Rotary(network.rotary_emb, num_positions, dtype, device)
         state = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         if not self.tied:
-            state |= self.lm_head.views
+            state["lm_head.weight"] = lm_head
         modules, network.layers = list(network.layers), None
         self.layers: list[Layer] = []
         while modules:  # whose matrices are copied: one layer is held twice, not all
@@ -182,7 +183,7 @@ class Policy:
             state |= {prefix + name: view for name, view in self.layers[-1].views.items()}
         self.stacked = stacks_experts(files)
         self.views = state if self.stacked else split_experts(state)
-        self._check_names(policy_dir, files)
+        self._check_names(backbone.reading)
         self.head = None
         if heads:
             head = load_heads(policy_dir)
@@ -192,17 +193,15 @@ class Policy:
         self._projections = [self.lm_head]
         for part in (*self.layers, *([self.head] if self.head else [])):
             self._projections += part.projections
-        for name, tensor in self.views.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise EngineRefused(f"{policy_dir}: {name} has a NaN or an infinity, expected finite weights")
 
     def is_head(self, name: str) -> bool:
         """Whether a checkpoint's tensor is the head's."""
-        return is_head_name(name, self.raw_config)
+        return self.reading.is_head(name)
 
     @property
     def vocabulary(self) -> int:
-        return self.embedding.shape[0]
+        """Ids that there are logits of: the tokenizer's, without the model's padding."""
+        return self.lm_head.weight.shape[0]
 
     @property
     def groups(self) -> int:
@@ -230,6 +229,23 @@ class Policy:
         """[..., D] of `hidden` -> [..., V]."""
         return self.lm_head(self._normed(hidden))
 
+    @torch.inference_mode()
+    def prompt_logprobs(self, tokens: Tensor) -> Tensor:
+        """Log-probability of each token after the first, [T - 1], of a text in a cache of its own. tokens: long [T]."""
+        tokens = tokens.to(self.device)
+        cache = Cache(
+            num_layers=len(self.layers),
+            num_slots=1,
+            num_columns=len(tokens),
+            dtype=self.dtype,
+            device=self.device,
+            **self.cache_shape(),
+        )
+        positions = torch.arange(len(tokens) - 1, device=self.device).unsqueeze(0)
+        hidden = self.hidden(tokens[:-1].unsqueeze(0), positions, Window(cache, 0, 0, causal=True))
+        logprobs = self.logits(hidden)[0].float().log_softmax(-1)
+        return logprobs.gather(-1, tokens[1:].unsqueeze(-1)).squeeze(-1)
+
     def first_state(self, hidden: Tensor) -> Tensor:
         """[..., D] of `hidden` -> what depth 1 of the head reads."""
         return hidden if self.head.family.before_norm else self._normed(hidden)
@@ -254,17 +270,12 @@ class Policy:
                 bias = files[name].to(self.device, self.dtype)
                 model.get_submodule(found[1]).bias = nn.Parameter(bias, requires_grad=False)
 
-    def _check_names(self, policy_dir: Path, files: Tensors) -> None:
-        named = {name for name in files if not self.is_head(name) and not name.endswith("rotary_emb.inv_freq")}
-        if self.tied:
-            named.discard("lm_head.weight")  # transformers uses the embedding
-        if absent := sorted(self.views.keys() - named):
+    def _check_names(self, reading: Reading) -> None:
+        named = {name for name in reading.shapes if not reading.is_head(name) and not name.endswith("inv_freq")}
+        copies = {LM_HEAD} if self.tied else set()  # transformers takes the embedding
+        if unknown := sorted(named - self.views.keys() - copies):
             raise EngineRefused(
-                f"{policy_dir}: tensor {absent[0]} is missing, expected {len(self.views)} of the policy"
-            )
-        if unknown := sorted(named - self.views.keys()):
-            raise EngineRefused(
-                f"{policy_dir}: tensor {unknown[0]} is in no module that rollout.engine=torch supports; "
+                f"{reading.path}: tensor {unknown[0]} is in no module that rollout.engine=torch supports; "
                 "set rollout.engine=vllm"
             )
 
@@ -286,6 +297,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _linears(layer: nn.Module, part: str, names: Iterable[str]) -> dict[str, nn.Linear]:
     return {f"{part}.{name}": layer.get_submodule(f"{part}.{name}") for name in names}
+
+
+def _rows(weight: Tensor, num: int) -> nn.Linear:
+    """The first rows of a projection, as a view."""
+    module = nn.Linear(weight.shape[1], num, bias=False, device="meta")
+    module.weight = nn.Parameter(weight[:num], requires_grad=False)
+    return module
 
 
 def _parts(modules: Iterable[str], leaf: str, whole: Tensor, weights: list[Tensor]) -> dict[str, Tensor]:

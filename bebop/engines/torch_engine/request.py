@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import operator
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,16 +110,6 @@ def make_request(
         stops=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else end_ids),
         want_logprobs=sampling.logprobs,
     )
-
-
-def end_of_text(policy_dir: Path) -> frozenset[int]:
-    """Ids that end a response, from config.json and generation_config.json."""
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if (policy_dir / name).is_file():
-            ids = json.loads((policy_dir / name).read_text()).get("eos_token_id")
-            found |= {ids} if isinstance(ids, int) else set(ids or ())
-    return frozenset(found)
 
 
 def _token_ids(prompt: Iterable[Any]) -> tuple[int, ...]:

@@ -94,6 +94,8 @@ class VllmEngine:
         self._processes = list(getattr(manager, "processes", []))
         state = (await self._llm.collective_rpc("bebop_state"))[0]
         logger.info("engine state: %s", state)
+        if state["weights"] != "finite":
+            raise EngineRefused(state["weights"])
         if self.rollout.speculation == "mtp" and not state["expand_keeps_floats"]:
             message = "the engine cuts temperatures to integers: speculation at T != 1 is biased"
             if all(status == "off" for status in state["fixes"].values()):
@@ -110,6 +112,21 @@ class VllmEngine:
             raise EngineRefused(f"seeds: got {len(seeds)} for {len(prompts)} prompts, expected one per prompt")
         of_each = [sampling] * len(prompts) if seeds is None else [replace(sampling, seed=seed) for seed in seeds]
         return self._run(self._generate_all(prompts, of_each))
+
+    def prompt_logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [self._run(self._score([int(token) for token in prompt])) for prompt in prompts]
+
+    async def _score(self, prompt: list[int]) -> list[float]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
+        )
+        request = f"bebop-{next(self._ids)}"
+        results = [r async for r in self._llm.generate({"prompt_token_ids": prompt}, params, request)]
+        after_first = zip(results[-1].prompt_logprobs[1:], prompt[1:], strict=True)
+        return [row[token].logprob for row, token in after_first]
 
     async def agenerate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Rollout:
         return await asyncio.wrap_future(self._submit(self._one(prompt_ids, sampling, request_id)))

@@ -11,6 +11,7 @@
 | cpu_draws     | CPU   | sampling takes a random number per token of the vocabulary: slow in large batches            |
 | padded_drafts | any   | if a one-token prompt joins, the batch's draft distributions are lost: sampling is biased    |
 | draft_lengths | any   | draft lengths by batch size are fixed at the start: timing each k would need its own engine  |
+| padding_ids   | any   | ids that the model has and its tokenizer lacks are sampled                                   |
 
 vLLM is imported only inside functions: every vLLM process reads this module, and so do tests without vLLM.
 """
@@ -25,10 +26,12 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from bebop.data.tokenizer import num_token_ids
 from bebop.engines.vllm_engine import draft_length, plain, sampling
 from bebop.errors import PatchRefused
 
@@ -215,6 +218,37 @@ class _StandIn(types.ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
+def _apply_padding_ids() -> None:
+    """Give no probability to the rows of lm_head that no id of the tokenizer stands for, in target and drafter.
+
+    In bebop's own engines alone, which are known by their worker: the trainer's log-probabilities leave the same ids
+    out (bebop.backbone). vLLM 0.31.0 knows of rows that it pads with itself, and takes `vocab_size` for the real ids.
+    """
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    stock_init, stock_apply = LogitsProcessor.__init__, LogitsProcessor._apply_head
+
+    @functools.wraps(stock_init)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock_init(self, *args, **kwargs)
+        config = get_current_vllm_config()
+        if str(config.parallel_config.worker_extension_cls).startswith("bebop."):
+            self.bebop_num_ids = num_token_ids(Path(config.model_config.model))
+
+    @functools.wraps(stock_apply)
+    def apply(self: Any, lm_head: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        logits = stock_apply(self, lm_head, *args, **kwargs)
+        num_ids = getattr(self, "bebop_num_ids", None)
+        if num_ids is not None:
+            first = lm_head.shard_indices.org_vocab_start_index  # of this rank's rows
+            logits[..., max(0, num_ids - first) :] = -torch.inf
+        return logits
+
+    _replace(LogitsProcessor, "__init__", init)
+    _replace(LogitsProcessor, "_apply_head", apply)
+
+
 def stats_of(counted: Any) -> RequestSpecDecodeStats:
     """Counts of vLLM's RequestSpecDecodeMetrics: its `histogram[j]` is the number of drafts with j accepted tokens."""
     histogram = list(counted.histogram)
@@ -239,6 +273,7 @@ PATCHES = (
     Patch("seeded_drafts", False, lambda: not on_cpu(), _apply_seeded_drafts),  # cpu_draws gives them theirs
     Patch("head_rotary", False, lambda: on_cpu(), _apply_head_rotary),
     Patch("padded_drafts", True, lambda: True, _apply_padded_drafts),
+    Patch("padding_ids", True, lambda: True, _apply_padding_ids),
     Patch("draft_lengths", False, lambda: True, draft_length.apply),
     Patch("text_only", False, lambda: importlib.util.find_spec("torchvision") is None, _apply_text_only),
 )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from bebop.engines.weights import Digests, Layout, check_finite, fingerprint
 from bebop.errors import BadInput, HeadsDiffer
+from bebop.mtp.checkpoint import refuse_not_finite
 
 ONE_EXPERT = re.compile(r".*\bexperts\.\d+\.")
 
@@ -43,10 +44,21 @@ class WorkerExtension:
         return Loading(self, Digests(self._bebop_layout, sampled=sampled))
 
     def bebop_state(self) -> dict[str, Any]:
-        """State of the engine's process: the status of each fix, and whether temperatures stay floats."""
+        """What the engine's process really runs: status of each fix, whether temperatures survive as floats, and the
+        fault of a weight that is not finite, of model or drafter."""
         from bebop.engines.vllm_engine import fixes
 
-        return {"fixes": fixes.apply_all(), "expand_keeps_floats": fixes.expand_keeps_floats()}
+        runner, fault = self.model_runner, None
+        try:
+            for module in filter(None, (runner.get_model(), runner.get_draft_model())):
+                refuse_not_finite(runner.vllm_config.model_config.model, module.named_parameters())
+        except BadInput as error:
+            fault = str(error)
+        return {
+            "fixes": fixes.apply_all(),
+            "expand_keeps_floats": fixes.expand_keeps_floats(),
+            "weights": fault or "finite",
+        }
 
 
 class Loading:

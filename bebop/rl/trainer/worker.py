@@ -14,14 +14,18 @@ from typing import Any
 
 import ray
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_id
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
+from bebop.backbone.loading import mask_padding
+from bebop.data.tokenizer import num_token_ids
 from bebop.engines.weights import Digests, Layout
 from bebop.errors import BadInput
 from bebop.mtp import write_checkpoint
+from bebop.mtp.checkpoint import refuse_not_finite
 from bebop.rl.environment import run_tag
 from bebop.rl.rollout import torch_rollout  # noqa: F401 - it registers itself with verl
 from bebop.rl.trainer.outgoing import Outgoing
@@ -33,6 +37,14 @@ class PolicyWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         super().init_model()
+        num_ids = num_token_ids(Path(self.config.model.path))
+        for part in filter(None, (self.actor, self.ref)):
+            mask_padding(part.engine.module, num_ids)
+            held = part.engine.module.named_parameters()
+            refuse_not_finite(
+                self.config.model.path,
+                ((name, value.to_local() if isinstance(value, DTensor) else value) for name, value in held),
+            )
         layout = Layout(Path(self.config.model.path))
         self.outgoing = Outgoing(self.actor.engine.module, layout)
         self.digests = Digests(layout)  # of the tensors sent; rank 0 only

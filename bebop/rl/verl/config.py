@@ -12,7 +12,6 @@ Nothing here imports verl or vLLM, so that a mistyped key is reported before any
 from __future__ import annotations
 
 import importlib.util
-import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,8 +23,9 @@ from bebop.config import GrpoConfig, check_depth
 from bebop.config.draft_schedule import vllm_ranges
 from bebop.data.tasks import has_verifier
 from bebop.engines.vllm_engine.rules import rule_methods
-from bebop.errors import ConfigError
+from bebop.errors import BadInput, ConfigError, first_line
 from bebop.registry import nearest
+from bebop.store.files import read_json
 from bebop.verifiers import TASKS_FUNCTION
 
 LOGITS_BUDGET = 2**27  # largest number of logits in one training micro-batch, a fp32 tensor of 512 MiB
@@ -60,6 +60,7 @@ class Policy:
 
     path: Path
     vocab_size: int
+    num_ids: int  # of its tokenizer; the model's other ids are padding
     largest: int  # number of elements of its largest tensor
     linear_attention: bool  # some layers have it
     mtp_layers: int
@@ -67,23 +68,21 @@ class Policy:
 
     @classmethod
     def read(cls, path: Path) -> Policy:
-        # these import transformers
-        from bebop.mtp.checkpoint import num_mtp_layers, tensor_facts
-        from bebop.mtp.families import decoder_config, mixes_linear_attention
+        from bebop.mtp.families import mixes_linear_attention  # these import transformers
+        from bebop.mtp.reading import read_policy
 
-        config_file = path / "config.json"
-        if not config_file.exists():
-            raise ConfigError(f"{path}: no config.json there; expected a Hugging Face directory with the policy")
-        config = json.loads(config_file.read_text())
-        provenance_file = path / "bebop.json"
-        provenance = json.loads(provenance_file.read_text()) if provenance_file.exists() else {}
+        try:
+            reading = read_policy(path)
+        except BadInput as error:
+            raise ConfigError(str(error)) from None
         return cls(
             path=path,
-            vocab_size=decoder_config(config)["vocab_size"],
-            largest=max(prod(shape) for shape, _ in tensor_facts(path).values()),
-            linear_attention=mixes_linear_attention(config),
-            mtp_layers=num_mtp_layers(path),
-            mtp_depth=provenance.get("mtp_depth"),
+            vocab_size=reading.vocab_size,
+            num_ids=reading.num_ids,
+            largest=max(map(prod, reading.shapes.values())),
+            linear_attention=mixes_linear_attention(reading.config),
+            mtp_layers=reading.mtp_layers,
+            mtp_depth=read_json(path / "bebop.json").get("mtp_depth"),
         )
 
 
@@ -102,7 +101,9 @@ def compose(
         for name in ("speculative_config", "per_request_spec_decode_metrics"):
             del composed.actor_rollout_ref.rollout.engine_kwargs.vllm[name]
     _apply(composed, config.grpo.verl_overrides)
-    return complete(composed)
+    composed = complete(composed)
+    _refuse_fused_kernels(composed, policy)
+    return composed
 
 
 def complete(config: DictConfig) -> DictConfig:
@@ -157,6 +158,16 @@ def check(config: GrpoConfig, policy: Policy, *, num_gpus: int) -> None:
     rows = config.grpo.prompts_per_step * config.grpo.group_size
     if num_gpus and rows % num_gpus:
         raise ConfigError(f"grpo.prompts_per_step * grpo.group_size = {rows} is not a multiple of the {num_gpus} GPUs")
+
+
+def _refuse_fused_kernels(composed: DictConfig, policy: Policy) -> None:
+    """Raise ConfigError on verl's fused lm_head where some of its rows are padding: it gives them probability."""
+    if policy.num_ids < policy.vocab_size and OmegaConf.select(composed, "actor_rollout_ref.model.use_fused_kernels"):
+        raise ConfigError(
+            f"actor_rollout_ref.model.use_fused_kernels=True: the model has {policy.vocab_size} embeddings and its "
+            f"tokenizer {policy.num_ids} ids, and verl's fused kernels would give the padding probability; expected "
+            "False"
+        )
 
 
 def computed(
@@ -283,7 +294,7 @@ def _apply(composed: DictConfig, words: list[str]) -> None:
             else:
                 OmegaConf.update(composed, override.key_or_group, override.value(), merge=True)
         except Exception as error:  # hydra's and OmegaConf's own kinds; each means that the word cannot be applied
-            raise ConfigError(f"grpo.verl_overrides: {_first_line(error)}") from None
+            raise ConfigError(f"grpo.verl_overrides: {first_line(error)}") from None
 
 
 def _check_key(override: str, known: list[str]) -> None:
@@ -307,7 +318,3 @@ def _keys(node: Any, prefix: str = "") -> list[str]:
             if not OmegaConf.is_missing(node, key) and OmegaConf.is_dict(node._get_node(key)):
                 names += _keys(node._get_node(key), f"{name}.")
     return names
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
