@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 def compose(command: str, arguments: Arguments) -> dict[str, Any]:
     """The whole config: the schema's defaults, then configs/<command>.yaml with its groups, then the overrides.
 
-    hydra gets the defaults as the config schema/<command>, so that it knows every key although the files only hold
+    hydra gets the defaults as the config schema/<command>, so that it knows every key although the files hold only
     differences.
     """
     from hydra import compose as hydra_compose
@@ -138,7 +138,7 @@ def _run(command: str, config: Run) -> int:
 
 
 def _multirun(command: str, arguments: Arguments) -> int:
-    """Run each job of the sweep in a process and a folder of its own; returns the worst exit code."""
+    """Run each job of the sweep in its own process and folder; returns the worst exit code."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     from bebop.store.run_folder import new_folder, sweep_folder

@@ -1,8 +1,8 @@
 """The demo: every stage in its order, on this machine, with the real parts.
 
-A tiny policy is trained, its MTP heads are trained on its own samples with the end-to-end TV loss, async GRPO rolls out
-with them by rejection sampling, and the monitor reads slope and decision from the records. Each stage is the one that
-its own command runs; the demo adds the order, the clock and the table.
+A tiny policy is trained. Its MTP heads are trained on its own samples with the end-to-end TV loss. Async GRPO drafts
+with them and verifies by rejection sampling. The monitor computes slope and decision from the records. Each stage runs
+the code of its own command; the demo adds the order, the times and the table.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run(config: DemoConfig, run_dir: Path) -> int:
 
 
 def _part(model: type[BaseModel], config: DemoConfig) -> Any:
-    """The config that a stage's own command would have had."""
+    """The config of a stage, as its own command would have it."""
     return model.model_validate({name: getattr(config, name) for name in model.model_fields})
 
 
@@ -54,7 +54,7 @@ def _clock(run_dir: Path, stage: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # Also for a stage that was stopped: a resumed demo adds its share to the same sum.
+        # Also for a stage that was stopped, so that a resumed demo adds to the same sum.
         with JsonlSink(run_dir) as sink:
             sink.write({"kind": "stage", "name": stage, "seconds": round(time.monotonic() - start, 2)})
 

@@ -40,7 +40,7 @@ class Sampling:
     seed: int | None = None
     logprobs: bool = True  # log-probability of every emitted token at the sampling temperature
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False  # go on to max_tokens
+    ignore_eos: bool = False  # continue to max_tokens
 
     def __post_init__(self) -> None:
         for name, (fits, expected) in _SAMPLING.items():
@@ -72,11 +72,11 @@ _SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Raw counters of speculative decoding; ratios are made of these and never stored without them."""
+    """Raw counters of speculative decoding. Ratios are computed from these, and never stored without them."""
 
     num_drafts: int = 0  # target forwards that carried a draft
     num_draft_tokens: int = 0
-    accepted_per_depth: tuple[int, ...] = ()  # [K] drafts accepted at depth 1..K (depth j implies 1..j-1)
+    accepted_per_depth: tuple[int, ...] = ()  # [K] draft tokens accepted at depth 1..K (depth j implies 1..j-1)
     mixed_lengths: bool = False  # drafts of several lengths on purpose, by rollout.draft_schedule
 
     def __add__(self, other: DraftCounts) -> DraftCounts:
@@ -91,14 +91,14 @@ class DraftCounts:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Pooled tokens per target forward, 1 + accepted / drafts; None where nothing was drafted."""
+        """Pooled tokens per target forward, 1 + accepted / drafts; None if nothing was drafted."""
         return 1.0 + sum(self.accepted_per_depth) / self.num_drafts if self.num_drafts else None
 
     @property
     def conditional_acceptance(self) -> tuple[float | None, ...]:
-        """[K] P(depth j accepted | depth j-1 accepted); None where the condition was never met, or cannot be told.
+        """[K] P(depth j accepted | depth j-1 accepted); None if depth j-1 was never accepted, or if it is not known.
 
-        Of drafts of mixed lengths nobody counted how many of those accepted to depth j-1 went on to depth j.
+        With mixed draft lengths, it is not known how many of the drafts accepted to depth j-1 had a token at depth j.
         """
         reached = (self.num_drafts, *self.accepted_per_depth[:-1])
         if self.mixed_lengths:
@@ -130,10 +130,10 @@ class WeightChecksums:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One RL step as the monitor sees it; a line of metrics.jsonl with kind == "step".
+    """One RL step for the monitor; a line of metrics.jsonl with kind == "step".
 
     entropy_nats: mean target entropy over emitted response tokens, at the sampling temperature.
-    acceptance_length: pooled over the step's requests, 1 + accepted / drafts; None where nothing was drafted. An
+    acceptance_length: pooled over the step's requests, 1 + accepted / drafts; None if nothing was drafted. An
         imported step without counts has the mean of the requests' own ratios.
     """
 

@@ -8,9 +8,9 @@
 | engines  | bebop.engines.ENGINES | rollout.engine, doctor.engine        |
 | tasks    | bebop.data.TASKS      | data.tasks                           |
 
-A member from outside the package is registered by a module that the key `plugins` names (`plugins=[my_losses]`, or the
-path of a file). `use` writes these names into the environment variable BEBOP_PLUGINS; every process of a run inherits
-it, and the first lookup in a registry imports them. So no process has to be told about plugins.
+A member from outside the package is registered by a module in the key `plugins` (`plugins=[my_losses]`, or the path of
+a file). `use` writes these names to the environment variable BEBOP_PLUGINS. Every process of a run inherits it, and its
+first lookup in a registry imports them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Registry(Generic[T]):
         self._members: dict[str, T] = {}
 
     def register(self, name: str, member: T) -> T:
-        """Add a member and return it. Raises BadInput where the name is taken."""
+        """Add a member and return it. Raises BadInput if the name is taken."""
         if name in self._members:
             raise BadInput(f"{self.kind} {name!r} is registered already; choose another name")
         self._members[name] = member
@@ -84,19 +84,19 @@ def find(axis: str) -> Registry[Any]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like `name`, or None where none is."""
+    """The known name most similar to `name`, or None."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return found[0] if found else None
 
 
 def one_of(name: str, known: Iterable[str]) -> str:
-    """What was expected instead of an unknown name: the known ones, and the nearest of them."""
+    """The expected names, for the message about an unknown one: the known names, and the nearest of them."""
     like = nearest(name, known)
     return f"one of {', '.join(known)}" + (f"; did you mean {like}?" if like else "")
 
 
 def use(plugins: Sequence[str]) -> None:
-    """Import plugins here and now, and in every process started from here on. Raises ConfigError where one is absent.
+    """Import plugins now, and in every process that is started later. Raises ConfigError if one does not exist.
 
     plugins: names of importable modules, or paths of Python files.
     """
@@ -122,7 +122,7 @@ def load_plugins() -> None:
     """Import the modules in BEBOP_PLUGINS that this process has not imported yet."""
     if _loaded.issuperset(_listed()):
         return
-    with _lock:  # another thread waits here until the plugins are in
+    with _lock:  # other threads wait here until the plugins are imported
         for plugin in _listed():
             if plugin not in _loaded:
                 _loaded.add(plugin)  # before its import: a plugin may look up members itself

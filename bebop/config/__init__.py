@@ -1,4 +1,4 @@
-"""The schema that every composed config is checked against, and the command line's overrides. See docs/config.md."""
+"""The schema for composed configs, and the command line's overrides. See docs/config.md."""
 
 from bebop.config.bench import Bench, KernelBench, TreeBench
 from bebop.config.commands import (

@@ -1,8 +1,8 @@
 """Draft length by batch size: `{"1-16": 3, "64-128": 2, "256+": 0}`.
 
-Drafting replaces several target forwards by one wider forward. That pays only while the batch leaves the machine idle,
-so the best k falls as the batch grows. A range is "a-b", "a" or, as the last one, "a+"; batch sizes between two ranges,
-and beyond the last, keep the k of the range below them. Pure functions, used by config and engines.
+Drafting replaces several target forwards by one wider forward. That pays only if the batch leaves part of the machine
+idle, so the best k decreases as the batch grows. A range is "a-b", "a" or, as the last one, "a+". Batch sizes between
+two ranges, and beyond the last, take the k of the range below them. Pure functions, used by config and engines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Range(NamedTuple):
 
 
 def parse(schedule: Mapping[str, int]) -> tuple[Range, ...]:
-    """Ranges in rising order. Raises ValueError on an invalid range, an overlap, or batch size 1 without a k."""
+    """Ranges in increasing order. Raises ValueError for an invalid range, an overlap, or batch size 1 without a k."""
     if not isinstance(schedule, Mapping) or not schedule:
         raise BadInput(f'{KEY}: got {schedule!r}, expected ranges of batch sizes such as {{"1-16": 3, "17+": 0}}')
     ranges = [_range(key, k) for key, k in schedule.items()]
@@ -80,7 +80,7 @@ def text(schedule: Mapping[str, int]) -> str:
 def vllm_ranges(schedule: Mapping[str, int], max_num_seqs: int) -> list[list[int]]:
     """The schedule as vLLM's `num_speculative_tokens_per_batch_size`: [first, last, k], both ends included.
 
-    vLLM, too, lets a gap keep the k of the range below it. A range without end stops at max_num_seqs.
+    In vLLM, too, a gap takes the k of the range below it. A range without end stops at max_num_seqs.
     """
     return [[r.first, r.last or max(r.first, max_num_seqs), r.k] for r in parse(schedule)]
 

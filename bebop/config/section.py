@@ -1,4 +1,4 @@
-"""What every section of a config is: frozen, strict about types, without unknown keys."""
+"""The base of every config section: frozen, strict about types, without unknown keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run stands on: package versions, git revision and device, without importing the heavy packages."""
+"""The environment of a run: package versions, git revision and device, without importing the heavy packages."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def try_lock(fd: int) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise
-        log.warning("the file system has no locks: two starts in one folder would not see each other")
+        log.warning("the file system has no locks: a second start in the same folder would not be noticed")
     return True
 
 
