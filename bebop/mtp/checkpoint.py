@@ -119,12 +119,13 @@ def write_checkpoint(
     """Write `source_dir` with new values for the tensors in `head_tensors` to `dest_dir`, a directory that vLLM loads
     as it is.
 
-    head_tensors: checkpoint name -> tensor, written in the dtype they come in; names of the source are replaced
-    (backbone tensors too), other names must be those of MTP tensors of the policy's family. drop: source tensors to
-    leave out, named in bebop.json. provenance: what made it, over the source's own bebop.json. Shards stay as they
-    were, and those without a change are copied; new tensors of a sharded source get a shard of their own. Config and
-    tokenizer files are copied. `dest_dir` is written beside and renamed, so it is whole or not there. Returns
-    dest_dir. Raises ValueError on unknown names, wrong shapes, an MTP claim without tensors, or a missing lm_head.
+    head_tensors: checkpoint name -> tensor, written in its own dtype. Tensors of the source with these names are
+    replaced (also in the backbone); other names must be those of MTP tensors of the policy's family. drop: source
+    tensors to leave out, listed in bebop.json. provenance: what made it, added to the source's bebop.json. The division
+    into shards is kept, and unchanged shards are copied; new tensors of a sharded source get their own shard. Config
+    and tokenizer files are copied. `dest_dir` is written under another name and then renamed, so it is complete or does
+    not exist. Returns dest_dir. Raises ValueError for unknown names, wrong shapes, an MTP claim without tensors, or a
+    missing lm_head.
     """
     source_dir, dest_dir = Path(source_dir), Path(dest_dir)
     source, config, drop = Tensors(source_dir), read_config(source_dir), set(drop)
@@ -185,13 +186,13 @@ def write_checkpoint(
 
 
 def tensor_bytes(file: Path) -> dict[str, int]:
-    """Size in bytes of every tensor of a safetensors file, from its header alone."""
+    """Size in bytes of every tensor of a safetensors file; reads only the header."""
     bounds = {name: entry["data_offsets"] for name, entry in _header(file).items()}
     return {name: end - start for name, (start, end) in bounds.items()}
 
 
 def tensor_facts(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor of a policy directory, from the headers alone; raises what `Tensors` does."""
+    """Shape and dtype of every tensor of a policy directory; reads only the headers. Raises ValueError as `Tensors`."""
     files = sorted(set(Tensors(path).files.values()))
     entries = {name: entry for file in files for name, entry in _header(Path(path) / file).items()}
     return {name: (tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for name, entry in entries.items()}
@@ -276,7 +277,7 @@ def _with_decoder(config: dict[str, Any], values: Mapping[str, Any]) -> dict[str
 
 
 def _copy_other_files(source_dir: Path, part: Path) -> list[str]:
-    """Copy what is not weights (top level); the weight files of other formats that stay behind are returned."""
+    """Copy all top-level files except weights. Returns the weight files of other formats, which are not copied."""
     left_out = []
     for file in sorted(path for path in source_dir.iterdir() if path.is_file()):
         if not file.name.endswith(WEIGHT_SUFFIXES):

@@ -104,7 +104,7 @@ def init_heads(policy_dir: Path, how: Literal["last_layer", "random"] = "last_la
 def head_tensors(policy_dir: Path, state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Trained parameters of a policy's head, by their names in the head, as `write_checkpoint` takes them.
 
-    dtype: of the written tensors, but for those that every checkpoint of the family has in float32.
+    dtype: of the written tensors, except those that every checkpoint of the family has in float32.
     """
     tensors, config = Tensors(policy_dir), read_config(policy_dir)
     family, decoder = family_of(config, policy_dir), decoder_config(config)

@@ -1,4 +1,4 @@
-"""Training of the tiny policy: next-token prediction on worked solutions, the loss on the response alone.
+"""Training of the tiny policy: next-token prediction on worked solutions, with the loss only on the response.
 
 A plain loop: padded batches of like length (right padding under causal attention needs no mask), cosine
 schedule, Muon for the layers' matrices: in the same two minutes AdamW alone does not learn to copy digits. The

@@ -70,7 +70,7 @@ def family_config(
     }
     softmax = {**SOFTMAX_EXPERTS, "moe_intermediate_size": experts, "shared_expert_intermediate_size": experts}
     sigmoid = {**SIGMOID_EXPERTS, "moe_intermediate_size": experts}
-    # vLLM's MLA on a CPU takes DeepSeek's own cache width alone: 512 + 64
+    # vLLM's MLA on a CPU takes only DeepSeek's own cache width: 512 + 64
     latent = {"q_lora_rank": 24, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
     dense = {"num_key_value_heads": max(1, num_heads // 2), "head_dim": head_dim or hidden_size // num_heads}
     own: dict[str, dict[str, Any]] = {

@@ -27,7 +27,7 @@ _owned: set[Path] = set()  # by this process
 
 
 def new_folder(command: str, root: Path = Path("runs")) -> Path:
-    """Make and return `<root>/<command>/<time>`; a second start in the same second gets "-2" behind the time."""
+    """Make and return `<root>/<command>/<time>`; a second start in the same second gets "-2" after the time."""
     base = root / command / time.strftime("%Y%m%d-%H%M%S")
     folder, number = base, 1
     while True:

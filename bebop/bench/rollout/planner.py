@@ -83,7 +83,7 @@ def full_steps(steps: Sequence[StepLike], batch: int) -> Window:
 def acceptance(counts: Mapping[int, tuple[int, Sequence[int]]]) -> tuple[float, ...]:
     """[K] P(first j drafts accepted). counts: k -> (drafts of that length, [k] accepted at each depth), k = 1..K.
 
-    A draft of k tokens tells about every j <= k, so all of them are pooled. Raises ValueError where none was drafted.
+    A draft of k tokens counts for every j <= k, so all lengths are pooled. Raises ValueError if none was drafted.
     """
     rates = []
     for depth in range(1, max(counts) + 1):
@@ -103,10 +103,10 @@ def acceptance_lengths(rates: Sequence[float]) -> tuple[float, ...]:
 def choose(
     step_s: Mapping[int, Sequence[float]], plain_s: Mapping[int, float], rates: Sequence[float], margin: float = MARGIN
 ) -> list[Choice]:
-    """The k of most tokens/s at each batch size, where it promises `margin` more than plain decoding and than k = 0.
+    """The k with most tokens/s at each batch size, if it is predicted to beat plain decoding and k = 0 by `margin`.
 
-    Elsewhere speculation does not pay and k is 0, unless k = 0 of the speculating engine is itself more than `margin`
-    below plain decoding: then k is its fastest, 0 or not, since it gains nothing by not drafting.
+    Otherwise speculation does not pay and k is 0. Exception: if the speculating engine at k = 0 is itself more than
+    `margin` slower than plain decoding, its fastest k is chosen.
     step_s: batch -> [K+1] step time at k = 0..K of the speculating engine; plain_s: batch -> step time without it.
     """
     lengths = acceptance_lengths(rates)
@@ -136,7 +136,7 @@ def choose(
 
 
 def verdict(choices: Sequence[Choice], schedule: str) -> str:
-    """What to do, as one line; `schedule` as text. Tells why where a batch drafts that does not pay."""
+    """The advice, as one line; `schedule` as text. Gives the reason if a batch drafts without a gain."""
     if any(choice.pays for choice in choices):
         forced = [f"; at batch {c.batch_size} {c.reason}" for c in choices if c.k and not c.pays]
         return f"draft by {schedule}{''.join(forced)}"
@@ -151,8 +151,8 @@ def schedule(
 ) -> dict[int, int]:
     """The k of every batch size from 1 to the largest measured, by `choose` on step times between the sizes measured.
 
-    A step's time is taken to be linear in the batch between two of them. Batches grow and shrink through all sizes,
-    and the k of a small one held up to the next measured size would be paid for there.
+    Step times between two measured sizes are interpolated linearly. Batches grow and shrink through all sizes, so
+    keeping the k of a small size up to the next measured size would cost time there.
     """
     sizes = sorted(step_s)
     every = range(1, sizes[-1] + 1)
