@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bebop.config import COMMANDS, Run, check, defaults
-from bebop.config.overrides import CONFIGS, ROOT, Arguments, parse
+from bebop.config.overrides import CONFIGS, RECIPES, Arguments, parse
 from bebop.errors import BebopError, ConfigError, LoggerError
 
 # command -> module with run(config, run_dir)
@@ -81,11 +81,14 @@ def compose(command: str, arguments: Arguments) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-    ConfigStore.instance().store(command, defaults(COMMANDS[command]), group="schema", package="_global_")
-    search = f"hydra.searchpath=[file://{ROOT}]"
+    store = ConfigStore.instance()
+    store.store(command, defaults(COMMANDS[command]), group="schema", package="_global_")
+    for recipe in RECIPES.glob("*/recipe.yaml"):  # not by hydra's search path, whose grammar refuses many folders
+        values = OmegaConf.to_container(OmegaConf.load(recipe))
+        store.store("recipe", values, group=f"recipes/{recipe.parent.name}", package="_global_")
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = hydra_compose(command, overrides=[search, *arguments.overrides])
+            composed = hydra_compose(command, overrides=arguments.overrides)
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key}: missing; set {error.full_key}=<value>") from None

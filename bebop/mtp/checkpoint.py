@@ -145,7 +145,7 @@ def write_checkpoint(
     total_size = 0
     for file in sorted(set(weight_map.values())):
         if file not in touched:
-            shutil.copy2(source_dir / file, part / file)
+            shutil.copyfile(source_dir / file, part / file)  # without its rights: it may be read-only
             total_size += sum(tensor_bytes(part / file).values())
             continue
         tensors = {
@@ -281,7 +281,7 @@ def _copy_other_files(source_dir: Path, part: Path) -> list[str]:
     left_out = []
     for file in sorted(path for path in source_dir.iterdir() if path.is_file()):
         if not file.name.endswith(WEIGHT_SUFFIXES):
-            shutil.copy2(file, part / file.name)
+            shutil.copyfile(file, part / file.name)  # without its rights: it may be read-only
         elif ".safetensors" not in file.name:
             left_out.append(file.name)
     return left_out

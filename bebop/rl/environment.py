@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,6 +54,12 @@ def verl_environment(run: Path | str, *, on_cpu: bool, base: Mapping[str, str] |
 
 
 def run_environment(run_dir: Path, *, on_cpu: bool, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of `bebop grpo`: verl's, with its files in the run folder."""
+    """The environment of `bebop grpo`: verl's, with its files in the run folder, and a token for its own Ray.
+
+    The token keeps other users of the machine out, to whom 127.0.0.1 is open too.
+    """
     env = verl_environment(run_dir, on_cpu=on_cpu, base=base)
-    return {LOG_ENV: str(run_dir / ENGINE_LOG), "HF_DATASETS_CACHE": str(run_dir / "cache")} | env
+    wanted = {LOG_ENV: str(run_dir / ENGINE_LOG), "HF_DATASETS_CACHE": str(run_dir / "cache")}
+    if not env.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
+        wanted |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return wanted | env

@@ -8,6 +8,7 @@ of one mean over all anchors of the global batch, whatever the packing:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -65,15 +66,17 @@ def init_process_group(device: str, rendezvous: Path, rank: int, world_size: int
     # DeepSpeed 0.19 compiles a shared-memory all-reduce (80 s) when its backend starts, even if it is not used. If this
     # table does not name the op, DeepSpeed treats it as unavailable, uses gloo and needs no compiler.
     deepspeed.ops.__compatible_ops__ = {}
-    deepspeed.init_distributed(
-        dist_backend="gloo" if device == "cpu" else "nccl",
-        init_method=f"file://{rendezvous.resolve()}",
+    # DeepSpeed takes over the group that it finds. It would open one by URL, which cuts a path at "#", "?" and ";".
+    backend = "gloo" if device == "cpu" else "nccl"
+    torch.distributed.init_process_group(
+        backend,
+        store=torch.distributed.FileStore(str(rendezvous.resolve()), world_size),
         rank=rank,
         world_size=world_size,
         timeout=PATIENCE,
-        auto_mpi_discovery=False,
-        verbose=False,
+        device_id=None if device == "cpu" or world_size == 1 else torch.device(device, int(os.environ["LOCAL_RANK"])),
     )
+    deepspeed.init_distributed(dist_backend=backend, timeout=PATIENCE, auto_mpi_discovery=False, verbose=False)
 
 
 class ParameterClip:
@@ -209,7 +212,8 @@ class Trainer:
                     f"sft.{key}={mine}: the checkpoint in {folder} was written with {theirs}; "
                     f"set sft.{key}={theirs} or another run_dir"
                 )
-        path, state = self.engine.load_checkpoint(str(folder), tag=f"step_{saved['step']}")
+        with contextlib.chdir(folder):  # DeepSpeed takes a folder for a pattern, and "[" in its name for a set
+            path, state = self.engine.load_checkpoint(".", tag=f"step_{saved['step']}")
         if path is None:
             raise BadInput(f"{folder}/step_{saved['step']}: DeepSpeed found no checkpoint there; use another run_dir")
         return state

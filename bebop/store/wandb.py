@@ -18,7 +18,7 @@ from typing import Any
 from bebop.errors import LoggerError
 from bebop.records import StepRecord
 from bebop.store.definitions import PREFIX, definitions_table, flatten
-from bebop.store.files import plain, read_json, write_text
+from bebop.store.files import cache_home, plain, read_json, write_text
 from bebop.store.metrics import read_records, step_from_json
 
 MODES = ("offline", "online", "disabled")
@@ -58,6 +58,8 @@ class WandbSink:
             return
         import wandb
 
+        if not os.environ.keys() & {"HOME", "XDG_CACHE_HOME"}:  # without a cache, wandb's service logs to the console
+            os.environ.setdefault("WANDB_CACHE_DIR", str(cache_home() / "wandb"))
         self.run_dir.mkdir(parents=True, exist_ok=True)
         made_by = read_json(self.run_dir / "run.json")
         quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True, disable_code=True)

@@ -10,6 +10,7 @@
 | text_only     | any   | text-only Qwen3.5 fails to load without torchvision, because an image helper is imported     |
 | cpu_draws     | CPU   | sampling takes a random number per token of the vocabulary: slow in large batches            |
 | padded_drafts | any   | if a one-token prompt joins, the batch's draft distributions are lost: sampling is biased    |
+| folder_names  | any   | a checkpoint's folder is read as a glob pattern: nothing is found in one with "[" in its name |
 | draft_lengths | any   | draft lengths by batch size are fixed at the start: timing each k would need its own engine  |
 | padding_ids   | any   | ids that the model has and its tokenizer lacks are sampled                                   |
 
@@ -19,6 +20,7 @@ vLLM is imported only inside functions: every vLLM process reads this module, an
 from __future__ import annotations
 
 import functools
+import glob
 import importlib.util
 import logging
 import os
@@ -209,6 +211,18 @@ def _apply_text_only() -> None:
     sys.modules[f"{package}.image_processing_qwen2_vl"] = _StandIn(f"{package}.image_processing_pil_qwen2_vl")
 
 
+def _apply_folder_names() -> None:
+    """Take the folder of a pattern by its name, in the two files of vLLM that list a checkpoint's files with `glob`."""
+    from vllm.model_executor.model_loader import default_loader, weight_utils
+
+    def in_folder(pattern: str) -> list[str]:
+        folder, last = os.path.split(pattern)
+        return glob.glob(os.path.join(glob.escape(folder), last))
+
+    for module in (default_loader, weight_utils):
+        _replace(module, "glob", types.SimpleNamespace(glob=in_folder))
+
+
 class _StandIn(types.ModuleType):
     """A module that is imported at its first use."""
 
@@ -275,6 +289,7 @@ PATCHES = (
     Patch("padded_drafts", True, lambda: True, _apply_padded_drafts),
     Patch("padding_ids", True, lambda: True, _apply_padding_ids),
     Patch("draft_lengths", False, lambda: True, draft_length.apply),
+    Patch("folder_names", False, lambda: True, _apply_folder_names),
     Patch("text_only", False, lambda: importlib.util.find_spec("torchvision") is None, _apply_text_only),
 )
 _status: dict[str, str] = {}
