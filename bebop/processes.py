@@ -16,6 +16,7 @@ import multiprocessing.util
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from bebop.store.files import disk_fault, read_json, write_json
 PARENT_ENV = "BEBOP_PARENT"  # process id of the process that started this one
 RUN_ENV = "BEBOP_RUN"  # folder of the run that a process belongs to
 _PR_SET_PDEATHSIG = 1
+_SOCKET_PATH_BYTES = 107  # of Linux, without the closing zero
 
 
 def child_environment(run_dir: Path | str | None = None) -> dict[str, str]:
@@ -89,6 +91,12 @@ def end_marked_after_me(run_dir: Path | str, *, grace_s: float) -> None:
     os.read(reading, 1)
     end_marked(run_dir, grace_s=grace_s)
     os._exit(0)
+
+
+def socket_folder(room: int) -> Path:
+    """The temporary folder; or /tmp, where that leaves fewer than `room` bytes for the name of a Unix socket."""
+    folder = tempfile.gettempdir()
+    return Path(folder if len(os.fsencode(folder)) + room <= _SOCKET_PATH_BYTES else "/tmp")
 
 
 def leave(code: int) -> None:

@@ -178,6 +178,11 @@ def content_hash(parts: Mapping[str, Any], digits: int = 12) -> str:
 def filled(folder: Path, make: Callable[[Path], None]) -> Path:
     """`folder`, filled by `make(folder)` if it does not exist yet. Of two processes the second waits for the first."""
     if not folder.is_dir():
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise ConfigError(f"{folder.parent}: {why}; set BEBOP_HOME=<folder that can be made and written>") from None
         with file_lock(folder.with_name(f".{folder.name}.lock")):
             if not folder.is_dir():
                 remove_leftovers(folder)

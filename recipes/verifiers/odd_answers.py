@@ -33,13 +33,13 @@ def odd_answers(target: Path, port: int) -> dict[str, str]:
         "shell": f"[{shell}]",
         "shell, bare": shell,
         "write": write,
-        "write, hidden": f"[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'FileIO'][0]('{target}', 'w')",
+        "write, hidden": f"__import__('_io').FileIO('{target}', 'w')",
         "write through exec": f"exec({write!r})",
         "process": f"__import__('subprocess').run(['touch', '{target}'])",
         "process, below subprocess": f"__import__('os').execv('/usr/bin/touch', ['touch', '{target}'])",
         "fork bomb": "[__import__('os').fork() for _ in range(10**6)]",
         "fork bomb, shell": ":(){ :|:& };:",
-        "threads": "[__import__('threading').Thread(target=__import__('time').sleep, args=(60,)).start() for _ in range(9999)]",
+        "threads": "[__import__('_thread').start_new_thread(__import__('time').sleep, (60,)) for _ in range(9999)]",
         "connection": f"__import__('socket').create_connection(('127.0.0.1', {port}))",
         "listener": "__import__('socket').create_server(('127.0.0.1', 0))",
         "password file": "open('/etc/passwd').read()",
@@ -120,9 +120,8 @@ class Row:
         return f"| {self.task} | {right} | {len(self.verdicts)} | {kinds} | {self.seconds[slowest]:.1f} ({slowest}) |"
 
 
-HEAD = (
-    "| task | score of the right answer | odd answers | failed | slowest, seconds |\n|---|---|---|---|---|"  # of the table
-)
+HEAD = """| task | score of the right answer | odd answers | failed | slowest, seconds |
+|---|---|---|---|---|"""
 
 
 def judge(box: VerifierBox, task: str, answers: Mapping[str, str], *, at_once: int = 2) -> Row:
@@ -165,7 +164,9 @@ class Bait:
             found.append("a connection was opened")
         except BlockingIOError:
             pass
-        return found + [f"this process's {name} changed" for name, was in self._before.items() if self._state()[name] != was]
+        return found + [
+            f"this process's {name} changed" for name, was in self._before.items() if self._state()[name] != was
+        ]
 
     def close(self) -> None:
         self._listener.close()

@@ -42,7 +42,9 @@ def place(repo: Path, tiny_random: Path, tmp_path_factory: pytest.TempPathFactor
 def homeless() -> list[str]:
     """What starts a command as a user without a home and without root's rights, where the kernel allows it."""
     words = ["unshare", "--user"]
-    allowed = shutil.which(words[0]) and subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
+    allowed = (
+        shutil.which(words[0]) and subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
+    )
     return words if allowed else []
 
 
@@ -78,7 +80,13 @@ def heads(place: Path) -> Path:
 
 def test_dry_runs_take_any_path(place: Path):
     for command in ("sft", "grpo", "eval", "bench"):
-        bebop(place, command, f"run_dir={place / 'dry'}", "recipe=losses" if command == "sft" else "model=tiny", "--dry-run")
+        bebop(
+            place,
+            command,
+            f"run_dir={place / 'dry'}",
+            "recipe=losses" if command == "sft" else "model=tiny",
+            "--dry-run",
+        )
 
 
 def test_heads_are_trained_and_evaluated(place: Path, heads: Path):
@@ -103,4 +111,6 @@ def test_doctor_writes_its_verdict(place: Path):
 
 
 def test_model_directory_is_left_as_it_was(place: Path, tiny_random: Path, heads: Path):
-    assert sorted(path.name for path in (place / "model").iterdir()) == sorted(path.name for path in tiny_random.iterdir())
+    assert sorted(path.name for path in (place / "model").iterdir()) == sorted(
+        path.name for path in tiny_random.iterdir()
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bebop.errors import BadInput, DiskError
+from bebop.errors import BadInput, ConfigError, DiskError
 from bebop.store.files import (
     check_room,
     content_hash,
@@ -115,3 +115,10 @@ def test_too_little_room_is_told_before_the_work(tmp_path):
 def test_odd_numbers_come_back(tmp_path):
     write_json(tmp_path / "a.json", {"x": float("inf"), "y": (1, 2)})
     assert read_json(tmp_path / "a.json") == {"x": float("inf"), "y": [1, 2]} and read_json(tmp_path / "none") == {}
+
+
+def test_a_cache_that_cannot_be_made_is_told_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="not a directory; set BEBOP_HOME=") as error:
+        filled(tmp_path / "file" / "policies" / "tiny", lambda folder: None)
+    assert "\n" not in str(error.value)

@@ -46,7 +46,7 @@ from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
 logger = logging.getLogger("bebop.engines")
 
 START_TIMEOUT_S = 600.0
-SHUTDOWN_S = 1.0  # the engine core has nothing to save
+SHUTDOWN_S = 10.0  # killed earlier, a busy machine's engine leaves semaphores behind, which Python warns of
 
 
 class VllmEngine:

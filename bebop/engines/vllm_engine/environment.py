@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bebop.engines.vllm_engine.fixes import PLAIN_WEIGHTS_ENV
-from bebop.processes import end_with_parent
+from bebop.processes import end_with_parent, socket_folder
 
 PARENT_ENV = "BEBOP_ENGINE_PARENT"  # process id of the engine's owner
 LOG_ENV = "BEBOP_ENGINE_LOG"  # file to which the engine process writes its output
@@ -26,6 +26,7 @@ GENERAL = {
     V2_RUNNER_ENV: "0",
     "HF_HUB_OFFLINE": "1",  # policies are directories on disk
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_RPC_BASE_PATH": str(socket_folder(40)),  # its sockets have a UUID as their name
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about defaults that bebop sets on purpose
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
 }
@@ -50,9 +51,10 @@ def cpu_environment() -> dict[str, str]:
 
 
 def intel_openmp() -> Path | None:
-    """libiomp5.so of this Python environment, or None. vLLM's CPU drafting is slow without it."""
+    """libiomp5.so of this Python environment, if it can be preloaded: vLLM's CPU drafting is slow without it."""
     found = Path(sys.prefix) / "lib" / "libiomp5.so"
-    return found if found.exists() else None
+    # LD_PRELOAD separates by spaces and colons, and knows no quotes
+    return found if found.exists() and not set(" \t:") & set(str(found)) else None
 
 
 def enter_engine_process() -> None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 
-from bebop.processes import ErrorFile, end_marked_after_me, end_with_parent, leave
+from bebop.processes import ErrorFile, end_marked_after_me, end_with_parent, leave, socket_folder
 from bebop.rl.environment import run_tag
 from bebop.rl.stage import ERROR
 from bebop.rl.trainer.sinks import Console
 
+RAY_ROOM = 85  # bytes of "/bebop-ray-<tag>/session_<time>_<process id>/sockets/plasma_store"
 ORPHANS_S = 5.0  # time for the run's other processes to end by themselves after this one
 
 
@@ -26,7 +26,7 @@ def main(run_dir: Path) -> int:
     end_with_parent()
     # Ray's processes watch each other, except its agents, which outlive a raylet that was killed
     end_marked_after_me(run_dir, grace_s=ORPHANS_S)
-    temp_dir = Path(tempfile.gettempdir()) / f"bebop-ray-{run_tag(run_dir)}"
+    temp_dir = socket_folder(RAY_ROOM) / f"bebop-ray-{run_tag(run_dir)}"
     shutil.rmtree(temp_dir, ignore_errors=True)  # left by a run that was killed
     temp_dir.mkdir()
     try:

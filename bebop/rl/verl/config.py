@@ -11,6 +11,7 @@ Nothing here imports verl or vLLM, so that a mistyped key is reported before any
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 from dataclasses import dataclass
 from math import prod
@@ -188,6 +189,7 @@ def computed(
         "bebop.reward_failures_limit": grpo.reward_failures_limit,
         "bebop.keep_checkpoints": grpo.keep_checkpoints,
         "bebop.wandb": config.logger.wandb,
+        "data.train_files": glob.escape(str(run_dir / "prompts.parquet")),  # the reader takes it for a pattern
         "data.seed": config.seed,
         "data.train_batch_size": grpo.prompts_per_step,
         "data.max_prompt_length": data.max_prompt_tokens,
