@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from grpo_runs import check_served, config, finish, start, wait_for_step
+from grpo_runs import check_served, config, finish, listening, start, wait_for_step
 
 from bebop.monitor import read_steps
 from bebop.processes import marked
@@ -44,6 +44,7 @@ def killed_and_resumed(tiny_random: Path, tmp_path_factory: pytest.TempPathFacto
     run_dir = tmp_path_factory.mktemp("async") / "run"
     first = start(values("colocate_async", steps=5, save_every=2), run_dir, tiny_random)
     wait_for_step(first, run_dir, 3)
+    (run_dir / "listening.json").write_text(json.dumps(sorted(listening(run_dir))))
     first.send_signal(signal.SIGKILL)
     first.wait()
     second = start(values("colocate_async", steps=5, save_every=2), run_dir, tiny_random)
@@ -62,6 +63,11 @@ def test_async_run_on_trees_is_on_policy_logged_and_resumed(killed_and_resumed: 
     trained = [prompt for line in lines for prompt in json.loads(line)["prompt_ids"]]
     assert len(trained) == len(set(trained)) == 20
     assert checkpoints.latest(killed_and_resumed) == 5
+
+
+def test_nothing_of_a_run_on_trees_listens_on_another_interface(killed_and_resumed: Path):
+    sockets = json.loads((killed_and_resumed / "listening.json").read_text())
+    assert sockets and all(address.removeprefix("::ffff:").startswith("127.") for _, address in sockets), sockets
 
 
 def test_sync_run_on_trees_ends_with_a_killed_servers_error(tiny_random: Path, tmp_path: Path):

@@ -10,7 +10,7 @@
 | text_only     | any   | text-only Qwen3.5 fails to load without torchvision, because an image helper is imported     |
 | cpu_draws     | CPU   | sampling takes a random number per token of the vocabulary: slow in large batches            |
 | padded_drafts | any   | if a one-token prompt joins, the batch's draft distributions are lost: sampling is biased    |
-| folder_names  | any   | a checkpoint's folder is read as a glob pattern: nothing is found in one with "[" in its name |
+| folder_names  | any   | a checkpoint's path is read as a glob pattern: nothing is found where it has a "["           |
 | draft_lengths | any   | draft lengths by batch size are fixed at the start: timing each k would need its own engine  |
 | padding_ids   | any   | ids that the model has and its tokenizer lacks are sampled                                   |
 
