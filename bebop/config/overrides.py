@@ -44,14 +44,14 @@ class Arguments:
 def parse(command: str, words: list[str]) -> Arguments:
     """Sort the words after the command. Raises ConfigError on an unknown key, group option or flag."""
     words = list(words)
-    if command == "report" and words and "=" not in words[0] and not words[0].startswith("-"):
+    if command == "report" and _positional(words, 0):
         words[0] = f"run={words[0]}"
-    if command == "bench" and words and "=" not in words[0] and not words[0].startswith("-"):
+    if command == "bench" and _positional(words, 0):
         words[0] = f"bench={words[0]}"
     if command == "monitor":
         for key in ("action", "source" if words[:1] == ["import"] else "run", "counters"):
             place = ("action", "source", "counters").index(key) if key != "run" else 1
-            if len(words) > place and "=" not in words[place] and not words[place].startswith("-"):
+            if _positional(words, place):
                 words[place] = f"{key}={words[place]}"
     flags = {"multirun": False, "show": False, "dry_run": False}
     overrides, verl = [], []
@@ -90,6 +90,13 @@ def parse(command: str, words: list[str]) -> Arguments:
     if verl and command not in ("grpo", "demo"):
         raise ConfigError(f"{verl[0]}: got a key of verl in {command}, but only grpo and demo run verl; leave it out")
     return Arguments(kept, verl, **flags)
+
+
+def _positional(words: list[str], place: int) -> bool:
+    """Whether the word there is a value without its key: it may be a path with a "=" in it."""
+    if len(words) <= place or words[place].startswith("-"):
+        return False
+    return re.match(r"[+~]*\w[\w.]*=", words[place]) is None or Path(words[place]).exists()
 
 
 def options(group: str) -> list[str]:

@@ -244,3 +244,10 @@ def test_limits_of_the_libraries_are_checked_with_the_config(words, message, cap
     assert main([*words, "--dry-run"]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+def test_a_folder_with_an_equals_sign_needs_no_key():
+    for folder in ("runs/a=b", "/a=b [c]/run", "./é='x'"):
+        assert parse("report", [folder]).overrides == parse("report", [f"run={folder}"]).overrides
+    with pytest.raises(ConfigError, match="rnu"):
+        parse("report", ["rnu=x"])
