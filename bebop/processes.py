@@ -150,6 +150,8 @@ class ErrorFile:
         if written:
             shown = pick(written) if pick else " ".join(written.split())
             return f"{shown} (traceback in {self.path}, output {output})"
+        if fault := disk_fault(ChildProcessError(), self.path.parent):  # a full disk took the error file too
+            return f"{fault} (output {output})"
         how = f"exit code {exit_code}"
         if exit_code < 0:
             name = signal.Signals(-exit_code).name

@@ -7,6 +7,7 @@ again, and the responses that it had get the failure `died`.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -164,6 +165,8 @@ class VerifierBox:
             errors="replace",
             start_new_session=True,
         )
+        with contextlib.suppress(OSError, AttributeError):  # fewer turns for a long response; Linux only, if allowed
+            fcntl.fcntl(helper.stdin, fcntl.F_SETPIPE_SZ, 2**20)
         timer = threading.Timer(START_S, helper.kill)
         timer.start()
         first = helper.stdout.readline()

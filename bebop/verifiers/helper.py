@@ -105,7 +105,7 @@ class Helper:
                     self.finish(pipe, {"failure": "timeout", "detail": f"over {self.settings['timeout_s']} s"})
 
     def read_requests(self) -> bool:
-        data = os.read(self.requests, 1 << 16)
+        data = os.read(self.requests, 1 << 20)
         *lines, self.unread = (self.unread + data).split(b"\n")
         self.queue.extend(json.loads(line) for line in lines)
         return bool(data)

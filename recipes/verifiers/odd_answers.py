@@ -108,9 +108,11 @@ class Row:
         for name, verdict in self.verdicts.items():
             if not 0.0 <= verdict.score <= 1.0 or (verdict.failure and verdict.score):
                 found.append(f"{self.task}, {name}: {verdict}")
-            if self.seconds[name] >= LIMIT_S:
-                found.append(f"{self.task}, {name}: {self.seconds[name]:.1f} s")
         return found
+
+    def slow(self) -> list[str]:
+        """Answers that took too long."""
+        return [f"{self.task}, {name}: {taken:.1f} s" for name, taken in self.seconds.items() if taken >= LIMIT_S]
 
     def line(self) -> str:
         failed = Counter(verdict.failure for verdict in self.verdicts.values() if verdict.failure)
@@ -186,7 +188,7 @@ def main(tasks: Sequence[str]) -> int:
                 print(f"| {task} | refused: {error} | | | |", flush=True)
                 continue
             print(row.line(), flush=True)
-            faults += row.faults()
+            faults += row.faults() + row.slow()
             total["tasks"] += 1
         counts = box.counts()
     faults += bait.faults()
