@@ -156,7 +156,11 @@ class Bait:
 
     @staticmethod
     def _state() -> dict[str, object]:
-        return {"folder": os.getcwd(), "environment": dict(os.environ), "limits": sys.getrecursionlimit()}
+        return {
+            "folder": os.getcwd(),
+            "environment": {name: v for name, v in os.environ.items() if not name.startswith("PYTEST_")},
+            "limits": sys.getrecursionlimit(),
+        }
 
     def faults(self) -> list[str]:
         """What was taken, since the start."""

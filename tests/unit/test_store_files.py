@@ -117,7 +117,7 @@ def test_odd_numbers_come_back(tmp_path):
     assert read_json(tmp_path / "a.json") == {"x": float("inf"), "y": [1, 2]} and read_json(tmp_path / "none") == {}
 
 
-def test_a_cache_that_cannot_be_made_is_told_in_one_line(tmp_path):
+def test_a_cache_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="not a directory; set BEBOP_HOME=") as error:
         filled(tmp_path / "file" / "policies" / "tiny", lambda folder: None)
