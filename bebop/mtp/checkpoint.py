@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 from bebop.errors import BadInput, first_line
 from bebop.mtp.families import MIMO, claimed_layers, decoder_config, family_of, is_head_name, known_family
 from bebop.records import WeightChecksums
+from bebop.store.files import read_json, remove_leftovers, replacing, write_json
 
 SINGLE, INDEX, HEADS_SHARD = "model.safetensors", "model.safetensors.index.json", "model-mtp-heads.safetensors"
 PROVENANCE = "bebop.json"
@@ -87,8 +89,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def trained_depth(path: Path) -> int | None:
     """Depth that a policy directory's heads were trained for: `mtp_depth` in its bebop.json, which is sft.depth; 0
     where bebop made them and nothing has trained them; None where nothing is recorded."""
-    provenance = path / "bebop.json"
-    depth = json.loads(provenance.read_text()).get("mtp_depth") if provenance.is_file() else None
+    depth = read_json(path / PROVENANCE).get("mtp_depth")
     return None if depth is None else int(depth)
 
 
@@ -134,74 +135,79 @@ def write_checkpoint(
     names = (set(source) | set(added)) - drop
     config = _check_claims(source_dir, config, names)
 
-    part = dest_dir.with_name(dest_dir.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    remove_leftovers(dest_dir)
+    with replacing(dest_dir) as part:
+        part.mkdir()
+        left_out = _write_parts(source, part, head_tensors, added, names, drop)
+        (part / "config.json").write_text(json.dumps(config, indent=2))
+        checksums = checkpoint_checksums(part)
+        record = {
+            **read_json(source_dir / PROVENANCE),
+            **provenance,
+            "checksum": {"backbone": checksums.backbone, "heads": checksums.heads},
+            "tensors": {
+                "kept": len(names) - len(head_tensors),
+                "replaced": len(head_tensors) - len(added),
+                "added": len(added),
+                "dropped": sorted(drop),
+                "files_left_out": left_out,
+            },
+        }
+        write_json(part / PROVENANCE, record)
+    return dest_dir
+
+
+def _write_parts(
+    source: Tensors, part: Path, head_tensors: Mapping[str, Tensor], added: list[str], names: set[str], drop: set[str]
+) -> list[str]:
+    """Weights and the files beside them; the names of those that were left out."""
     weight_map = dict(source.files)
-    sharded = (source_dir / INDEX).exists()
+    sharded = (source.path / INDEX).exists()
     weight_map |= dict.fromkeys(added, HEADS_SHARD if sharded else SINGLE)
     weight_map = {name: file for name, file in weight_map.items() if name in names}
     touched = {{**source.files, **weight_map}[name] for name in {*head_tensors, *drop}}
-    total_size = 0
     for file in sorted(set(weight_map.values())):
         if file not in touched:
-            shutil.copyfile(source_dir / file, part / file)  # without its rights: it may be read-only
-            total_size += sum(tensor_bytes(part / file).values())
+            shutil.copyfile(source.path / file, part / file)  # without its rights: it may be read-only
             continue
         tensors = {
             name: (head_tensors[name] if name in head_tensors else source[name]).detach().cpu().contiguous().clone()
             for name, where in weight_map.items()
             if where == file
         }
-        total_size += sum(tensor.nbytes for tensor in tensors.values())
         save_file(tensors, part / file, metadata={"format": "pt"})
     if sharded:
-        index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-        (part / INDEX).write_text(json.dumps(index, indent=2))
-    left_out = _copy_other_files(source_dir, part)
-    (part / "config.json").write_text(json.dumps(config, indent=2))
-
-    checksums = checkpoint_checksums(part)
-    before = source_dir / PROVENANCE
-    record = {
-        **(json.loads(before.read_text()) if before.exists() else {}),
-        **provenance,
-        "checksum": {"backbone": checksums.backbone, "heads": checksums.heads},
-        "tensors": {
-            "kept": len(names) - len(head_tensors),
-            "replaced": len(head_tensors) - len(added),
-            "added": len(added),
-            "dropped": sorted(drop),
-            "files_left_out": left_out,
-        },
-    }
-    (part / PROVENANCE).write_text(json.dumps(record, indent=2))
-    old = dest_dir.with_name(dest_dir.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if dest_dir.exists():
-        dest_dir.rename(old)
-    part.rename(dest_dir)
-    shutil.rmtree(old, ignore_errors=True)
-    return dest_dir
+        write_index(part, weight_map)
+    return copy_other_files(source.path, part)
 
 
-def tensor_bytes(file: Path) -> dict[str, int]:
-    """Size in bytes of every tensor of a safetensors file; reads only the header."""
-    bounds = {name: entry["data_offsets"] for name, entry in _header(file).items()}
-    return {name: end - start for name, (start, end) in bounds.items()}
+def write_index(folder: Path, weight_map: Mapping[str, str]) -> None:
+    """Write the index of a sharded directory, whose files are there. weight_map: name -> file."""
+    total_size = sum(sum(_sizes(_facts(folder / file)).values()) for file in set(weight_map.values()))
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 
 def tensor_facts(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every tensor of a policy directory; reads only the headers. Raises ValueError as `Tensors`."""
     files = sorted(set(Tensors(path).files.values()))
-    entries = {name: entry for file in files for name, entry in _header(Path(path) / file).items()}
-    return {name: (tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for name, entry in entries.items()}
+    return {name: facts for file in files for name, facts in _facts(Path(path) / file).items()}
 
 
-def _header(file: Path) -> dict[str, Any]:
+def tensor_bytes(path: Path) -> dict[str, int]:
+    """Size in bytes of every tensor of a policy directory, as `tensor_facts`."""
+    return _sizes(tensor_facts(path))
+
+
+def _facts(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     with file.open("rb") as handle:
         header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+    header.pop("__metadata__", None)
+    return {name: (tuple(entry["shape"]), _DTYPES[entry["dtype"]]) for name, entry in header.items()}
+
+
+def _sizes(facts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, int]:
+    return {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in facts.items()}
 
 
 def _check_names(
@@ -243,7 +249,7 @@ def _check_claims(source_dir: Path, config: dict[str, Any], names: set[str]) -> 
         config = _with_decoder(config, {family.count_key: claimed})
     if layers and family is MIMO:
         # By this name the engine finds the MTP layer; under Qwen2ForCausalLM it would not look for one.
-        config = {**config, "architectures": ["MiMoForCausalLM"]}
+        config = {**config, "architectures": [MIMO.architecture]}
     absent = sorted(set(range(claimed)) - layers)
     if absent:
         raise BadInput(
@@ -276,10 +282,11 @@ def _with_decoder(config: dict[str, Any], values: Mapping[str, Any]) -> dict[str
     return {**config, **values}
 
 
-def _copy_other_files(source_dir: Path, part: Path) -> list[str]:
-    """Copy all top-level files except weights. Returns the weight files of other formats, which are not copied."""
+def copy_other_files(source_dir: Path, part: Path, without: Iterable[str] = ()) -> list[str]:
+    """Copy what is not weights (top level), tokenizer and card among them; weight files of other formats stay behind
+    and are returned."""
     left_out = []
-    for file in sorted(path for path in source_dir.iterdir() if path.is_file()):
+    for file in sorted(path for path in source_dir.iterdir() if path.is_file() and path.name not in without):
         if not file.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(file, part / file.name)  # without its rights: it may be read-only
         elif ".safetensors" not in file.name:
@@ -313,22 +320,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 def checkpoint_checksums(path: Path) -> WeightChecksums:
     """Checksums of the backbone (every tensor outside the MTP layers) and of the heads of a policy directory."""
     tensors, config = Tensors(path), read_config(path)
-    heads = [name for name in tensors if is_head_name(name, config)]
-    backbone = [name for name in tensors if not is_head_name(name, config)]
-    return WeightChecksums(checksum(_Some(tensors, backbone)), checksum(_Some(tensors, heads)), len(heads))
-
-
-class _Some(Mapping[str, Tensor]):
-    """A view of some names of a mapping; reads one tensor at a time."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], names: list[str]) -> None:
-        self._tensors, self._names = tensors, names
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+    parts: tuple[dict[str, bytes], dict[str, bytes]] = {}, {}
+    for name in tensors:
+        parts[is_head_name(name, config)][name] = digest(name, tensors[name])
+    return WeightChecksums(*map(combined, parts), len(parts[1]))

@@ -6,9 +6,13 @@ heads is a row of bebop.mtp.families.
 
 from __future__ import annotations
 
+import re
+
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, Qwen2Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
+
+from bebop.mtp.families import MIMO
 
 MODEL_TYPE = "mimo"
 
@@ -23,7 +27,7 @@ class MiMoForCausalLM(Qwen2ForCausalLM):
     """Qwen2's decoder, which ignores the MTP layers."""
 
     config_class = MiMoConfig
-    _keys_to_ignore_on_load_unexpected = (r"model\.mtp_layers\.",)
+    _keys_to_ignore_on_load_unexpected = (re.escape(MIMO.heads),)
 
 
 if MODEL_TYPE not in CONFIG_MAPPING:

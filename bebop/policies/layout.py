@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from bebop.errors import BadInput
+from bebop.mtp.families import MIMO
 
-HEAD = "model.mtp_layers.0."
-ARCHITECTURE = "MiMoForCausalLM"
+ARCHITECTURE = MIMO.architecture
 MAX_POSITIONS = 2048  # of the policies that are made here
 
 
@@ -70,15 +70,10 @@ def write_policy(
     """Write config, weights, generation config and bebop.json beside the tokenizer that is already in `directory`."""
     from safetensors.torch import save_file
 
-    write_metadata(directory, config, provenance)
+    directory.mkdir(parents=True, exist_ok=True)
     dtype = getattr(torch, str(config["torch_dtype"]))
     whole = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
     save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def write_metadata(directory: Path, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
-    """Write config, generation config and bebop.json of a policy."""
-    directory.mkdir(parents=True, exist_ok=True)
     generation = {key: config[key] for key in ("eos_token_id", "pad_token_id") if config.get(key) is not None}
     for name, content in (
         ("config.json", dict(config)),
@@ -138,7 +133,8 @@ def policy_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for index in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     if config.get("num_nextn_predict_layers"):
-        shapes |= {HEAD + name: shape for name, shape in layer.items()}
-        shapes |= {f"{HEAD}{norm}.weight": (d,) for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
-        shapes[f"{HEAD}input_proj.weight"] = (d, 2 * d)
+        head = MIMO.first(config)
+        shapes |= {head + name: shape for name, shape in layer.items()}
+        shapes |= {f"{head}{MIMO.parts[norm]}.weight": (d,) for norm in ("token_norm", "hidden_norm", "norm")}
+        shapes[MIMO.projection(config)] = (d, 2 * d)
     return shapes

@@ -17,9 +17,7 @@ holds zeros.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,15 +29,12 @@ from torch import Tensor
 
 from bebop.config import Model
 from bebop.errors import BadInput
-from bebop.mtp.checkpoint import INDEX, SINGLE, WEIGHT_SUFFIXES, Tensors, refuse_not_finite
+from bebop.mtp.checkpoint import PROVENANCE, SINGLE, Tensors, copy_other_files, refuse_not_finite, write_index
 from bebop.mtp.families import MIMO, Family, family_of
 from bebop.mtp.reading import LM_HEAD, read_policy
 from bebop.policies import checks
-from bebop.policies.layout import ARCHITECTURE
 from bebop.policies.smollm2 import PACKAGE, find_smollm2, write_smollm2
 from bebop.store.caches import Content, Keys, Stamps, cached, versions
-
-TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def prepare_mapped(model: Model, seed: int, *, version: int, max_model_len: int | None = None) -> Path:
@@ -58,7 +53,7 @@ def prepare_mapped(model: Model, seed: int, *, version: int, max_model_len: int 
     raw, config = dict(reading.config), reading.text_config
     checks.check_positions(source, raw, max_model_len)
     if checks.stands(raw):
-        return _readable(source, raw, version)
+        return source
     checks.check_shape(source, config)
     raw = checks.without_window(source, raw, config, max_model_len)
     made = CopyInputs(Stamps(source), str(source), raw, of_model, seed, {}, version)
@@ -105,11 +100,11 @@ def _map(inputs: CopyInputs, directory: Path) -> None:
     config = read_policy(source).text_config
     family, tied = layout_of(config), bool(config.tie_word_embeddings)
     tensors = Tensors(source)
-    _copy_other_files(source, directory)
+    copy_other_files(source, directory, without=("config.json", PROVENANCE))
     kept = {key: value for key, value in raw.items() if key != "dtype"}
     kept |= {"torch_dtype": model.dtype, "tie_word_embeddings": tied, "num_nextn_predict_layers": 0}
     if family is MIMO:
-        kept["architectures"] = [ARCHITECTURE]
+        kept["architectures"] = [MIMO.architecture]
         if config.model_type == "qwen3":
             kept["qk_norm"] = True
     (directory / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
@@ -140,7 +135,6 @@ def _copy_weights(
     from safetensors.torch import save_file
 
     weight_map: dict[str, str] = {}
-    total_size = 0
     for file in sorted(set(tensors.files.values())):
         names = [name for name, where in tensors.files.items() if where == file and name not in dropped]
         held = {name: tensors[name] for name in names if not name.endswith("rotary_emb.inv_freq")}
@@ -155,54 +149,5 @@ def _copy_weights(
             metadata={"format": "pt"},
         )
         weight_map |= dict.fromkeys(held, file)
-        total_size += sum(value.numel() for value in held.values()) * dtype.itemsize
     if set(weight_map.values()) != {SINGLE}:
-        index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-        (directory / INDEX).write_text(json.dumps(index, indent=2))
-
-
-def _copy_other_files(source: Path, directory: Path) -> None:
-    """Tokenizer, generation config, card: all that is neither weights nor rewritten."""
-    for file in sorted(path for path in source.iterdir() if path.is_file()):
-        if not file.name.endswith(WEIGHT_SUFFIXES) and file.name not in ("config.json", "bebop.json"):
-            shutil.copy2(file, directory / file.name)
-
-
-def _readable(source: Path, raw: dict[str, Any], version: int) -> Path:
-    """`source` itself, or the same with a tokenizer that loads everywhere, for directories of earlier versions.
-
-    Those were made of Llama-shaped models under model_type qwen2, whose tokenizer class transformers 5.10 forces on
-    every tokenizer; an empty `auto_map` kept it off, and broke every load with trust_remote_code=True. Under MiMo's
-    own model_type, mimo, the same weights keep their tokenizer without it.
-    """
-    path = source / TOKENIZER_CONFIG
-    tokenizer = json.loads(path.read_text()) if path.is_file() else {}
-    if tokenizer.get("auto_map") != {"AutoTokenizer": [None, None]} or raw.get("model_type") != "qwen2":
-        return source
-    kept = {key: value for key, value in tokenizer.items() if key != "auto_map"}
-    changed = {"config.json": raw | {"model_type": "mimo"}, TOKENIZER_CONFIG: kept}
-    return cached(source.name, LinkedInputs(Stamps(source), changed, version), _linked)
-
-
-@dataclass(frozen=True)
-class LinkedInputs:
-    """A directory, with other files of some names."""
-
-    source: Stamps
-    changed: Mapping[str, Any]
-    version: int
-
-
-def _linked(inputs: LinkedInputs, directory: Path) -> None:
-    for file in sorted(each for each in inputs.source.path.iterdir() if each.is_file()):
-        if file.name not in inputs.changed:
-            _link(file, directory / file.name)
-    for name, content in inputs.changed.items():
-        (directory / name).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _link(file: Path, to: Path) -> None:
-    try:
-        os.link(file, to)
-    except OSError:  # another file system
-        shutil.copy2(file, to)
+        write_index(directory, weight_map)

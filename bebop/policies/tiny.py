@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bebop.config import Model, TinyModel
-from bebop.data.prompts import make_prompts
 from bebop.data.tokenizer import load_tokenizer, write_tiny_tokenizer
 from bebop.policies.layout import config_dict, write_with_head
-from bebop.policies.measure import measure
 from bebop.policies.pretrain import init_weights, train_tiny
 from bebop.store.caches import unnamed
 from bebop.store.files import plain
-
-NUM_MEASURED = 64  # prompts of split `eval` on which the finished policy is described
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,7 @@ class TinyInputs:
 
 
 def make_tiny(inputs: TinyInputs, directory: Path) -> None:
-    """Train the tiny policy and write it into `directory`, its measured skill in bebop.json."""
+    """Train the tiny policy and write it into `directory`."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -53,18 +49,12 @@ def make_tiny(inputs: TinyInputs, directory: Path) -> None:
     network = Qwen2ForCausalLM(Qwen2Config(**{**config, "torch_dtype": "float32"}))
     init_weights(network, seed)
     training = train_tiny(network, tokenizer, tiny, seed, progress=inputs.progress)
-    prompts = make_prompts(tiny.tasks, NUM_MEASURED, seed, "eval", solutions=False)
-    skill = {
-        name: measure(network, tokenizer, prompts, temperature=temperature, seed=seed)
-        for name, temperature in (("greedy", 0.0), ("temperature_1", 1.0))
-    }
     backbone = {name: tensor.to(getattr(torch, inputs.dtype)) for name, tensor in network.state_dict().items()}
     provenance = {
         "made_by": "bebop.backbone.prepare_policy",
         "model": plain(Model(name="tiny", tiny=tiny, dtype=inputs.dtype, mtp_init=inputs.mtp_init)),
         "seed": seed,
         "training": training,
-        "skill": skill,
         "mtp_depth": 0,
     }
     write_with_head(directory, config, backbone, provenance, mtp_init=inputs.mtp_init, seed=seed)

@@ -112,7 +112,6 @@ def test_tiny_policy_is_made_once_and_cached_by_config(home):
     assert first.parent == home / "policies"
     provenance = json.loads((first / "bebop.json").read_text())
     assert provenance["mtp_depth"] == 0
-    assert set(provenance["skill"]) == {"greedy", "temperature_1"}
     assert json.loads((first / "config.json").read_text())["architectures"] == ["MiMoForCausalLM"]
     assert load_heads(first) is not None
 

@@ -7,12 +7,11 @@ in each pass, and a pass's steps are compared with that pass's plain steps: a ma
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from tqdm import tqdm
 
 from bebop.bench.rollout.planner import Window, acceptance, full_steps
 from bebop.engines.vllm_engine.engine import VllmEngine
+from bebop.mtp.checkpoint import read_config, tensor_bytes
 from bebop.mtp.families import decoder_config, known_family
 from bebop.records import DraftCounts, Sampling
 from bebop.store.environment import device_name
@@ -137,11 +137,11 @@ def weight_bytes(policy_dir: Path) -> dict[str, int]:
     copies of embeddings and lm_head, for which the policy's own stand. Of routed experts those of one token count: a
     batch reads more of them, up to all, so with a mixture of experts the floor of a large batch is far too low.
     """
-    config = json.loads((policy_dir / "config.json").read_text())
+    config = read_config(policy_dir)
     family, decoder = known_family(config), decoder_config(config)
     sizes, routed = {"backbone": 0, "heads": 0, "lm_head": 0}, {"backbone": 0, "heads": 0}
     embeddings = 0
-    for name, size in _tensors(policy_dir):
+    for name, size in tensor_bytes(policy_dir).items():
         part = "heads" if family and family.is_head(name, decoder) else "backbone"
         if part == "heads" and (name.endswith(family.shared) or family.layers([name], decoder) - {0}):
             continue
@@ -159,16 +159,6 @@ def weight_bytes(policy_dir: Path) -> dict[str, int]:
         sizes["lm_head"] = embeddings
         sizes["backbone"] += embeddings
     return sizes
-
-
-def _tensors(policy_dir: Path) -> Iterator[tuple[str, int]]:
-    for path in sorted(policy_dir.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                first, last = entry["data_offsets"]
-                yield name, last - first
 
 
 def _of_length(sampling: Sampling, tokens: int) -> Sampling:
