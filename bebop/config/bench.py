@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from bebop.config.rollout import Rule
 from bebop.config.section import Section
 from bebop.errors import BadInput
 
@@ -22,9 +23,9 @@ class KernelBench(Section):
 
 
 class TreeBench(Section):
-    # methods to compare; rheo is measured once for each entry of `leads`
-    methods: list[Literal["plain", "chain", "block", "topk", "rrsw", "rheo"]] = Field(
-        default_factory=lambda: ["plain", "chain", "block", "topk", "rrsw", "rheo"]
+    # what to compare: plain decoding, chains by an acceptance rule, trees; rheo is measured once for each of `leads`
+    methods: list[Literal["plain", "topk", "rrsw", "rheo"] | Rule] = Field(
+        default_factory=lambda: ["plain", "rejection", "block", "topk", "rrsw", "rheo"]
     )
     # RheoSampling's m: numbers of deterministic children before the sampled one
     leads: list[int] = Field(default_factory=lambda: [0, 1, 2, 3])

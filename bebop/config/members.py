@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -24,11 +24,8 @@ class Member:
 
 
 def axis_of(info: FieldInfo) -> str | None:
-    """The registry whose names the field accepts, or None. The field may also accept other values, such as null."""
-    for part in (*info.metadata, *(each for arm in get_args(info.annotation) for each in get_args(arm))):
-        if isinstance(part, Member):
-            return part.axis
-    return None
+    """The registry whose names the field accepts, or None; alone, in a list, or beside other values such as null."""
+    return next((part.axis for part in (*info.metadata, *_parts(info.annotation)) if isinstance(part, Member)), None)
 
 
 def check_members(config: BaseModel) -> None:
@@ -51,8 +48,9 @@ def _named(section: BaseModel, prefix: str) -> Iterator[tuple[str, str, str, Bas
         value, key = getattr(section, field), prefix + field
         axis = axis_of(info)
         if axis is not None:
-            if value is not None and value not in _literals(info.annotation):
-                yield key, axis, value, section
+            own = [part for part in _parts(info.annotation) if isinstance(part, str)]
+            names = value if isinstance(value, list) else [value]
+            yield from ((key, axis, name, section) for name in names if name is not None and name not in own)
         elif isinstance(value, BaseModel):
             yield from _named(value, f"{key}.")
         elif isinstance(value, list):
@@ -61,5 +59,8 @@ def _named(section: BaseModel, prefix: str) -> Iterator[tuple[str, str, str, Bas
                     yield from _named(item, f"{key}.{i}.")
 
 
-def _literals(annotation: Any) -> tuple[Any, ...]:
-    return tuple(v for arm in get_args(annotation) if get_origin(arm) is Literal for v in get_args(arm))
+def _parts(annotation: Any) -> Iterator[Any]:
+    """What an annotation is made of, at any depth: types, markers, the values of a Literal."""
+    for part in get_args(annotation):
+        yield part
+        yield from _parts(part)

@@ -3,7 +3,7 @@ positions where rejection sampling beats target-only acceptance."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,18 @@ from matplotlib.figure import Figure
 from bebop.acceptance import AnchorScores
 from bebop.evaluate.slopes import EntropySlope
 from bebop.monitor.report.plots import (
-    BLUE,
-    GREEN,
     GREY,
     INK,
-    ORANGE,
-    PURPLE,
     RED,
-    SKY,
+    colour_of,
     figure_of,
+    finished,
     legend_below,
     save,
     styled,
 )
 from bebop.spec import RULES
 
-COLOURS = (RED, GREEN, BLUE, ORANGE, PURPLE, SKY)  # of the rules, in the order of RULES
 LENGTH = "expected acceptance length\n[tokens per target forward]"
 BINS = 12
 MIN_BIN = 10  # a bin of fewer positions is not drawn
@@ -55,28 +51,24 @@ def write_figures(
 def over_entropy(scores: AnchorScores, slope: EntropySlope, temperature: float) -> Figure:
     """Mean acceptance length by even bins of the entropy, and the line fitted to all positions."""
     h = scores.entropy_nats.numpy()
-    figure, (axes,) = figure_of(1)
+    _, (axes,) = figure_of(1)
     _binned(axes, scores, h, np.linspace(h.min(), h.max(), BINS + 1))
     if slope.status == "ok":
         grid = np.array([h.min(), h.max()])
         label = f"line, rejection sampling: {slope.slope:+.3f} [{slope.low:+.3f}, {slope.high:+.3f}] per nat"
         axes.plot(grid, slope.intercept + slope.slope * grid, color=INK, linestyle=":", label=label)
-    axes.set(xlabel="target entropy [nats]", ylabel=LENGTH)
-    axes.set_title(f"Acceptance length against target entropy, T = {temperature:g}")
-    legend_below(figure)
-    return figure
+    title = f"Acceptance length against target entropy, T = {temperature:g}"
+    return finished(axes, title, xlabel="target entropy [nats]", ylabel=LENGTH)
 
 
 @styled
 def over_position(scores: AnchorScores, temperature: float) -> Figure:
     """Mean acceptance length by the position in the response."""
     position = scores.position.numpy().astype(float)
-    figure, (axes,) = figure_of(1)
+    _, (axes,) = figure_of(1)
     _binned(axes, scores, position, np.unique(np.quantile(position, np.linspace(0, 1, BINS + 1)).round()))
-    axes.set(xlabel="token of the response that the draft follows", ylabel=LENGTH)
-    axes.set_title(f"Acceptance length against position, T = {temperature:g}")
-    legend_below(figure)
-    return figure
+    title = f"Acceptance length against position, T = {temperature:g}"
+    return finished(axes, title, xlabel="token of the response that the draft follows", ylabel=LENGTH)
 
 
 @styled
@@ -91,10 +83,12 @@ def boundary(scores: AnchorScores, temperature: float) -> Figure:
     axes.plot(
         [0, 1], [0, 1], color=RED, label=f"equal; below it ({share:.0%} of positions) rejection sampling accepts more"
     )
-    axes.set(xlabel="1 - p(argmax q), rejected by target-only", ylabel="d_TV, rejected by\nrejection sampling")
-    axes.set_title(f"Rejection sampling or target-only, depth 1, T = {temperature:g}")
-    legend_below(figure)
-    return figure
+    return finished(
+        axes,
+        f"Rejection sampling or target-only, depth 1, T = {temperature:g}",
+        xlabel="1 - p(argmax q), rejected by target-only",
+        ylabel="d_TV, rejected by\nrejection sampling",
+    )
 
 
 @styled
@@ -102,9 +96,9 @@ def over_temperature(sweep: Mapping[float, AnchorScores]) -> Figure:
     """Mean acceptance length and entropy at every temperature."""
     figure, (upper, lower) = figure_of(2, height=5.2, sharex=True)
     temperatures = sorted(sweep)
-    for rule, colour in _rules():
+    for number, rule in enumerate(RULES):
         y = [sweep[t].length(rule).mean().item() for t in temperatures]
-        upper.plot(temperatures, y, color=colour, marker="o", markersize=4, label=RULES[rule].title)
+        upper.plot(temperatures, y, color=colour_of(number), marker="o", markersize=4, label=RULES[rule].title)
     upper.set_ylabel(LENGTH)
     upper.set_title("Acceptance length and entropy over temperatures")
     lower.plot(temperatures, [sweep[t].entropy_nats.mean().item() for t in temperatures], color=GREY, marker="o")
@@ -113,17 +107,12 @@ def over_temperature(sweep: Mapping[float, AnchorScores]) -> Figure:
     return figure
 
 
-def _rules() -> Iterator[tuple[str, str]]:
-    """Names of the rules, each with its colour."""
-    return ((name, COLOURS[i % len(COLOURS)]) for i, name in enumerate(RULES))
-
-
 def _binned(axes: Any, scores: AnchorScores, x: np.ndarray, edges: np.ndarray) -> None:
     """Mean acceptance length in bins of x by rule, with 95 % bands over positions. Equal curves hide each other."""
     which = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, max(0, len(edges) - 2))
     bins = [b for b in np.unique(which) if (which == b).sum() >= MIN_BIN]
-    for rule, colour in _rules() if bins else ():
-        length, points = scores.length(rule).numpy(), []
+    for number, rule in enumerate(RULES if bins else ()):
+        colour, length, points = colour_of(number), scores.length(rule).numpy(), []
         for b in bins:
             inside = length[which == b]
             error = inside.std(ddof=1) / len(inside) ** 0.5

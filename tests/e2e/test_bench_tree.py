@@ -27,7 +27,7 @@ def test_bench_tree_measures_every_variant_and_writes_table_and_plots(tiny_rando
     summary = tree.run(config, tmp_path)
     with open(tmp_path / "tree.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    names = ["plain", "chain", "block", "topk", "rrsw m=1", "rheo m=0", "rheo m=2"]
+    names = ["plain", "rejection", "block", "topk", "rrsw m=1", "rheo m=0", "rheo m=2"]
     assert [(row["batch_size"], row["temperature"], row["variant"]) for row in rows] == [
         (size, temperature, name) for size in ("1", "3") for temperature in ("0.0", "1.0") for name in names
     ]

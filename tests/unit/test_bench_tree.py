@@ -47,19 +47,19 @@ def test_surviving_speed_is_given_only_for_a_clear_gain():
     kinds = {kind.name: kind for kind in tree.variants(config())}
     tallies = {"plain": tally(drafts * 0, drafts * 0, 3.0), "topk": topk, "rheo m=1": rheo, "rheo m=0": topk}
     row = tree._row(config(), kinds["rheo m=1"], tallies, {}, 1, 1.0)
-    assert row.gain == pytest.approx(0.15) and row.acceptance_length == pytest.approx(3.17)
-    assert row.surviving == pytest.approx(0.04 / (3.17 / 3.02 - 1), rel=1e-6)
-    assert row.speedup == pytest.approx(3 * 1.04)
+    assert row["gain"] == pytest.approx(0.15) and row["acceptance_length"] == pytest.approx(3.17)
+    assert row["surviving"] == pytest.approx(0.04 / (3.17 / 3.02 - 1), rel=1e-6)
+    assert row["speedup"] == pytest.approx(3 * 1.04)
     level = tree._row(config(), kinds["rheo m=0"], tallies, {}, 1, 1.0)
-    assert level.gain == 0 and level.surviving is None
+    assert level["gain"] == 0 and level["surviving"] is None
     plain = tree._row(config(), kinds["plain"], tallies, {}, 1, 1.0)
-    assert plain.acceptance_length == 1.0 and plain.gain is None and plain.budget is None
+    assert plain["acceptance_length"] == 1.0 and plain["gain"] is None and plain["budget"] is None
 
 
 def test_every_variant_is_a_section_of_the_torch_engine():
     kinds = tree.variants(config(rollout={"tree_width": 5, "tree_budget": 20, "top_k": 0}))
     assert [kind.name for kind in kinds] == [
-        *("plain", "chain", "block", "topk", "rrsw m=1"),
+        *("plain", "rejection", "block", "topk", "rrsw m=1"),
         *(f"rheo m={leads}" for leads in range(4)),
     ]
     assert {kind.rollout.engine for kind in kinds} == {"torch"}

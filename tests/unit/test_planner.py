@@ -166,7 +166,7 @@ def test_expert_bytes_are_those_of_one_token(tmp_path, model_type):
         extra |= dict.fromkeys(
             (f"{head}embed_tokens.weight", f"{head}shared_head.head.weight"), tensors["lm_head.weight"]
         )
-    save_file({name: tensor.clone() for name, tensor in extra.items()}, policy / "model-extra.safetensors")
+    save_file({name: tensor.clone() for name, tensor in (tensors | extra).items()}, policy / "model.safetensors")
     assert extra and weight_bytes(policy) == {**expected, "lm_head": lm_head}
 
 

@@ -8,9 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bebop.monitor.report.plots import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, figure_of, legend_below, save, styled
-
-COLOURS = (SKY, BLUE, GREEN, ORANGE, RED, PURPLE)
+from bebop.monitor.report.plots import colour_of, figure_of, finished, save, styled
 
 
 def write(table: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -21,20 +19,19 @@ def write(table: Sequence[Mapping[str, Any]], path: Path) -> None:
 @styled
 def figure(table: Sequence[Mapping[str, Any]]) -> Figure:
     """Rings mark the chosen lengths; the dashed line is the engine without speculation."""
-    page, (axes,) = figure_of(1)
+    _, (axes,) = figure_of(1)
     for k in sorted({row["k"] for row in table if row["k"] != "none"}):
         line = [row for row in table if row["k"] == k]
-        sizes, gains = [row["batch_size"] for row in line], [row["speedup"] for row in line]
-        colour = COLOURS[k % len(COLOURS)]
-        axes.plot(sizes, gains, "o-", color=colour, label=f"k = {k}")
-        chosen = [(row["batch_size"], row["speedup"]) for row in line if row["chosen"]]
-        if chosen:
-            axes.plot(*zip(*chosen, strict=True), "o", markersize=12, markerfacecolor="none", color=colour)
+        axes.plot(*_points(line), "o-", color=colour_of(k), label=f"k = {k}")
+        if chosen := [row for row in line if row["chosen"]]:
+            axes.plot(*_points(chosen), "o", markersize=12, markerfacecolor="none", color=colour_of(k))
     axes.axhline(1.0, linestyle="--", color="grey")
     axes.set_xscale("log", base=2)
     sizes = sorted({row["batch_size"] for row in table})
     axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.set(xlabel="requests in the batch", ylabel="tokens/s over plain decoding's")
-    axes.set_title("Predicted speed by draft length; rings: chosen")
-    legend_below(page)
-    return page
+    title = "Predicted speed by draft length; rings: chosen"
+    return finished(axes, title, xlabel="requests in the batch", ylabel="tokens/s over plain decoding's")
+
+
+def _points(rows: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
+    return [row["batch_size"] for row in rows], [row["speedup"] for row in rows]

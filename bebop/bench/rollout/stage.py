@@ -14,76 +14,54 @@ repetitions counts.
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import time
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from bebop.bench import conditions, policy_and_prompts, spread, write_rows
 from bebop.bench.rollout import planner
 from bebop.bench.rollout.probe import Probed, difference, memory_bytes_per_s, probe, weight_bytes
 from bebop.config import BenchConfig
 from bebop.config.draft_schedule import from_sizes, k_for, text
-from bebop.data import load_tokenizer, make_prompts
-from bebop.data.prompts import encode_prompts
+from bebop.data.self_distill import rollout_sampling
 from bebop.engines import RolloutEngine, make_engine
-from bebop.policies import prepare_policy
 from bebop.records import DraftCounts, Rollout, Sampling
-from bebop.store.environment import device, installed
-from bebop.store.run_folder import write_summary
+from bebop.store.environment import installed
+from bebop.store.files import write_json
 from bebop.store.tables import print_table, write_csv
 
 TURN_TOKENS, TURN_BATCHES = 384, 2
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One line of bench.csv. Speeds are response tokens per second over all requests, median and range of repeats.
-
-    tokens_per_s: of whole turns, prefill and the thinning end with them; decode_tokens_per_s: of the steps in which
-    the whole batch decodes, which is what the planner predicts. acceptance_length: pooled over the repeats,
-    1 + accepted / drafts; None where nothing was drafted. k: drafts per step of a full batch.
-    """
-
-    batch_size: int
-    speculation: str
-    rule: str
-    k: int
-    temperature: float
-    tokens_per_s: float
-    tokens_per_s_low: float
-    tokens_per_s_high: float
-    acceptance_length: float | None
-    speedup: float
-    decode_tokens_per_s: float
-    decode_speedup: float
-    predicted_tokens_per_s: float | None
-    predicted_speedup: float | None
-    repeats: int
-    response_tokens: int
-    model: str
-    dtype: str
-    device: str
-    vllm: str
+SHOWN = {  # title in the console -> key
+    "batch": "batch_size",
+    "speculation": "speculation",
+    "k": "k",
+    "tokens/s": "tokens_per_s",
+    "lowest": "tokens_per_s_low",
+    "highest": "tokens_per_s_high",
+    "AL": "acceptance_length",
+    "speed-up": "speedup",
+    "decoding": "decode_speedup",
+    "predicted": "predicted_speedup",
+}
 
 
 def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
     """Measure, print tables, write CSVs, schedule.json, a plot and summary.json to run_dir; returns the summary."""
-    policy_dir = prepare_policy(config.model, config.seed, max_model_len=config.rollout.max_model_len)
-    left_out = Counter[str]()
-    prompts = _prompts(config, policy_dir, left_out)
+    prompts, summary = policy_and_prompts(config, max(16, *config.bench.batch_sizes))
+    policy_dir = Path(summary["policy"])
     rollout, plans = config.rollout, False
     if rollout.speculation == "mtp" and rollout.engine == "vllm" and rollout.draft_schedule is None:
         plans = True
         rollout = rollout.model_copy(update={"draft_schedule": {"1+": rollout.num_speculative_tokens}})
     kinds = ["none", "mtp"] if rollout.speculation == "mtp" else ["none"]
     engines: dict[str, RolloutEngine] = {}
-    summary: dict[str, Any] = {"policy": str(policy_dir), "left_out": dict(left_out)}
     choices: dict[int, planner.Choice] = {}
     try:
         for kind in tqdm(kinds, desc="engines"):
@@ -92,7 +70,7 @@ def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
         schedule = rollout.draft_schedule or {"1+": rollout.num_speculative_tokens}
         if plans:
             batches = {size: _batch(prompts, size, 0) for size in config.bench.batch_sizes}
-            found = probe(engines["none"], engines["mtp"], batches, _sampling(config, ignore_eos=True))
+            found = probe(engines["none"], engines["mtp"], batches, replace(_sampling(config), ignore_eos=True))
             planned = planner.choose(found.step_s, found.plain_s, found.accepted)
             choices = {choice.batch_size: choice for choice in planned}
             schedule = from_sizes(planner.schedule(found.step_s, found.plain_s, found.accepted))
@@ -106,27 +84,7 @@ def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
     finally:
         for engine in engines.values():
             engine.close()
-    table = [asdict(row) for row in rows]
-    write_csv(run_dir / "bench.csv", table)
-    print_table([_shown(row) for row in rows])
-    summary["rows"] = table
-    write_summary(run_dir, summary)
-    return summary
-
-
-def _shown(row: Measured) -> dict[str, Any]:
-    return {
-        "batch": row.batch_size,
-        "speculation": row.speculation,
-        "k": row.k,
-        "tokens/s": round(row.tokens_per_s, 1),
-        "lowest": round(row.tokens_per_s_low, 1),
-        "highest": round(row.tokens_per_s_high, 1),
-        "AL": row.acceptance_length,
-        "speed-up": row.speedup,
-        "decoding": row.decode_speedup,
-        "predicted": row.predicted_speedup,
-    }
+    return write_rows(run_dir, "bench.csv", rows, SHOWN, summary)
 
 
 def _write_plan(
@@ -177,9 +135,9 @@ def _write_plan(
         "memory_gb_per_s": bandwidth / 1e9,
         "weight_bytes": weights,
     }
-    made = {"policy": str(policy_dir), "dtype": config.model.dtype, "device": device(), "rule": config.rollout.rule}
+    made = conditions(config) | {"policy": policy_dir, "rule": config.rollout.rule}
     made |= {"temperature": config.rollout.temperature, "batch_sizes": config.bench.batch_sizes}
-    (run_dir / "schedule.json").write_text(json.dumps(kept | made, indent=1) + "\n")
+    write_json(run_dir / "schedule.json", kept | made)
     return {**kept, "plan": table}
 
 
@@ -190,8 +148,13 @@ def _measure(
     size: int,
     schedule: Mapping[str, int],
     choice: planner.Choice | None,
-) -> list[Measured]:
-    """One row per engine at one batch size; the first, unmeasured turn of each warms it up."""
+) -> list[dict[str, Any]]:
+    """One row of bench.csv per engine at one batch size; the first, unmeasured turn of each warms it up.
+
+    tokens_per_s: of whole turns, prefill and the thinning end with them; decode_tokens_per_s: of the steps in which
+    the whole batch decodes, which is what the planner predicts. acceptance_length: pooled over the repeats,
+    1 + accepted / drafts; None where nothing was drafted. k: drafts per step of a full batch.
+    """
     speeds: dict[str, list[tuple[float, float | None]]] = {kind: [] for kind in engines}
     counted = dict.fromkeys(engines, DraftCounts())
     for turn in tqdm(range(-1, config.bench.repeats), desc=f"batch {size}"):
@@ -206,28 +169,23 @@ def _measure(
     whole = {kind: [speed for speed, _ in values] for kind, values in speeds.items()}
     decode = {kind: [speed for _, speed in values] for kind, values in speeds.items()}
     return [
-        Measured(
-            batch_size=size,
-            speculation=kind,
-            rule=config.rollout.rule if kind == "mtp" else "",
-            k=k[kind],
-            temperature=config.rollout.temperature,
-            tokens_per_s=statistics.median(whole[kind]),
-            tokens_per_s_low=min(whole[kind]),
-            tokens_per_s_high=max(whole[kind]),
-            acceptance_length=counted[kind].acceptance_length,
-            speedup=_ratio(whole[kind], whole["none"]),
-            decode_tokens_per_s=statistics.median(decode[kind]),
-            decode_speedup=_ratio(decode[kind], decode["none"]),
-            predicted_tokens_per_s=predicted.get(kind),
-            predicted_speedup=choice.speedup if choice and kind == "mtp" else None,
-            repeats=config.bench.repeats,
-            response_tokens=config.data.max_response_tokens,
-            model=config.model.name,
-            dtype=config.model.dtype,
-            device=device(),
-            vllm=dict(installed())["vllm"],
-        )
+        {
+            "batch_size": size,
+            "speculation": kind,
+            "rule": config.rollout.rule if kind == "mtp" else "",
+            "k": k[kind],
+            "temperature": config.rollout.temperature,
+            **spread(whole[kind]),
+            "acceptance_length": counted[kind].acceptance_length,
+            "speedup": _ratio(whole[kind], whole["none"]),
+            "decode_tokens_per_s": statistics.median(decode[kind]),
+            "decode_speedup": _ratio(decode[kind], decode["none"]),
+            "predicted_tokens_per_s": predicted.get(kind),
+            "predicted_speedup": choice.speedup if choice and kind == "mtp" else None,
+            "response_tokens": config.data.max_response_tokens,
+            **conditions(config),
+            "vllm": dict(installed())["vllm"],
+        }
         for kind in engines
     ]
 
@@ -257,26 +215,13 @@ async def _keep_full(engine: RolloutEngine, prompts: list[list[int]], sampling: 
     return await asyncio.gather(*map(one, prompts))
 
 
-def _sampling(config: BenchConfig, *, ignore_eos: bool = False) -> Sampling:
-    return Sampling(
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-        max_tokens=config.data.max_response_tokens,
-        logprobs=True,
-        ignore_eos=ignore_eos,
-    )
+def _sampling(config: BenchConfig) -> Sampling:
+    return replace(rollout_sampling(config), seed=None)  # requests with seeds of their own cost vLLM a generator each
 
 
 def _batch(prompts: list[list[int]], size: int, number: int) -> list[list[int]]:
     """The `number`th batch of `size` prompts, round and round."""
     return [prompts[(number * size + i) % len(prompts)] for i in range(size)]
-
-
-def _prompts(config: BenchConfig, policy_dir: Path, left_out: Counter[str]) -> list[list[int]]:
-    tokenizer = load_tokenizer(policy_dir)
-    made = make_prompts(config.data.tasks, max(16, *config.bench.batch_sizes), config.seed, "eval")
-    return [ids for _, ids in encode_prompts(made, config.data.max_prompt_tokens, tokenizer, left_out)]
 
 
 def _ratio(values: list[float], plain: list[float]) -> float:

@@ -8,22 +8,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bebop.monitor.report.plots import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    figure_of,
-    legend_below,
-    save,
-    styled,
-)
+from bebop.monitor.report.plots import colour_of, figure_of, finished, save, styled
+from bebop.spec import RULES
 
-COLOURS = {"chain": GREY, "block": PURPLE, "topk": BLUE, "rrsw": ORANGE, "rheo": RED}
-OF_LEADS = (GREEN, RED, SKY, PURPLE)  # m = 0, 1, 2, 3
 LABEL = "acceptance length\n[tokens per target forward]"
 Rows = Sequence[Mapping[str, Any]]
 
@@ -44,16 +31,11 @@ def by_temperature(rows: Rows) -> Figure | None:
     """One line per variant; bars are one standard error."""
     if len({row["temperature"] for row in rows}) < 2:
         return None
-    figure, (axes,) = figure_of(1)
-    for name in dict.fromkeys(row["variant"] for row in rows):
+    _, (axes,) = figure_of(1)
+    for number, name in enumerate(dict.fromkeys(row["variant"] for row in rows)):
         line = [row for row in rows if row["variant"] == name]
-        method, leads = line[0]["method"], line[0]["leads"]
-        colour = OF_LEADS[leads % len(OF_LEADS)] if method == "rheo" else COLOURS[method]
-        _points(axes, line, "temperature", name, colour, dashed=method in ("chain", "block"))
-    axes.set(xlabel="sampling temperature", ylabel=LABEL)
-    axes.set_title("Acceptance length against temperature")
-    legend_below(figure)
-    return figure
+        _points(axes, line, "temperature", name, colour_of(number), dashed=line[0]["method"] in RULES)
+    return finished(axes, "Acceptance length against temperature", xlabel="sampling temperature", ylabel=LABEL)
 
 
 @styled
@@ -62,20 +44,18 @@ def by_leads(rows: Rows) -> Figure | None:
     rheo = [row for row in rows if row["method"] == "rheo"]
     if len({row["leads"] for row in rheo}) < 2:
         return None
-    figure, (axes,) = figure_of(1)
-    colours = (BLUE, GREEN, ORANGE, RED, PURPLE, SKY)
+    _, (axes,) = figure_of(1)
     for number, temperature in enumerate(dict.fromkeys(row["temperature"] for row in rheo)):
         line = [row for row in rheo if row["temperature"] == temperature]
-        colour = colours[number % len(colours)]
+        colour = colour_of(number)
         _points(axes, line, "leads", f"T = {temperature:g}", colour)
         for row in rows:
             if row["method"] == "topk" and row["temperature"] == temperature:
                 axes.axhline(row["acceptance_length"], color=colour, linestyle="--", linewidth=1)
-    axes.set(xlabel="leads m (dashed: TopK)", ylabel=LABEL)
     axes.set_xticks(sorted({row["leads"] for row in rheo}))
-    axes.set_title("Acceptance length against the number of leads")
-    legend_below(figure)
-    return figure
+    return finished(
+        axes, "Acceptance length against the number of leads", xlabel="leads m (dashed: TopK)", ylabel=LABEL
+    )
 
 
 def _points(axes: Any, line: Rows, key: str, name: str, colour: str, dashed: bool = False) -> None:

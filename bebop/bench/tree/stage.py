@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,15 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from bebop.bench import conditions, policy_and_prompts, spread, write_rows
 from bebop.bench.tree import plots as tree_plots
 from bebop.bench.tree.score import TreeScorer
 from bebop.config import BenchConfig, RolloutSection
-from bebop.data import load_tokenizer, make_prompts
-from bebop.data.prompts import encode_prompts
+from bebop.data.self_distill import rollout_sampling
 from bebop.engines import RolloutEngine, make_engine
 from bebop.errors import ConfigError
-from bebop.policies import prepare_policy
-from bebop.records import Rollout, Sampling
-from bebop.store.environment import device
-from bebop.store.run_folder import write_summary
-from bebop.store.tables import print_table, write_csv
+from bebop.records import Rollout
+from bebop.spec import RULES
 
 RRSW_LEADS = 1  # the m at which RRSw is compared
 CLEAR = 2.0  # standard errors above which a gain over TopK counts as one
@@ -78,61 +74,32 @@ class Tally:
         return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One line of tree.csv. Speeds are response tokens per second over all requests, median and range of repeats.
-
-    gain: acceptance length above TopK's, paired by prompt; surviving: (speed / TopK's - 1) / (acceptance length /
-    TopK's - 1), the share of the gain that is left in tokens per second; None where the gain is within its error.
-    scored: expected tokens of a round at given positions, and its gain over TopK, paired too; trees only. same_text: at
-    temperature 0, the share of prompts whose text is plain decoding's. rules_share: of a round's time, what growing and
-    verifying the draft takes, the model's passes left out; None on a GPU. Errors are standard errors.
-    """
-
-    temperature: float
-    batch_size: int
-    variant: str
-    method: str
-    leads: int | None
-    acceptance_length: float
-    acceptance_length_error: float
-    gain: float | None
-    gain_error: float | None
-    scored: float | None
-    scored_error: float | None
-    scored_gain: float | None
-    scored_gain_error: float | None
-    scored_positions: int
-    tokens_per_s: float
-    tokens_per_s_low: float
-    tokens_per_s_high: float
-    speedup: float | None
-    surviving: float | None
-    rules_share: float | None
-    same_text: float | None
-    depth: int
-    width: int | None
-    budget: int | None
-    support: int | None
-    prompts: int
-    repeats: int
-    rounds: int
-    response_tokens: int
-    model: str
-    dtype: str
-    device: str
+SHOWN = {  # title in the console -> key
+    "T": "temperature",
+    "batch": "batch_size",
+    "variant": "variant",
+    "AL": "acceptance_length",
+    "±": "acceptance_length_error",
+    "over topk": "gain",
+    "± paired": "gain_error",
+    "scored": "scored",
+    "scored over topk": "scored_gain",
+    "± scored": "scored_gain_error",
+    "tokens/s": "tokens_per_s",
+    "speed-up": "speedup",
+    "surviving": "surviving",
+    "rules": "rules_share",
+    "greedy text": "same_text",
+}
 
 
 def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
     """Measure, print a table, write tree.csv, two plots and summary.json to run_dir; returns the summary."""
-    policy_dir = prepare_policy(config.model, config.seed, max_model_len=config.rollout.max_model_len)
-    tokenizer = load_tokenizer(policy_dir)
-    made = make_prompts(config.data.tasks, config.bench.tree.num_prompts, config.seed, "eval")
-    left_out = Counter[str]()
-    prompts = [ids for _, ids in encode_prompts(made, config.data.max_prompt_tokens, tokenizer, left_out)]
     kinds = variants(config)
+    prompts, summary = policy_and_prompts(config, config.bench.tree.num_prompts)
+    policy_dir = Path(summary["policy"])
     engines: dict[str, RolloutEngine] = {}
-    rows: list[Measured] = []
+    rows: list[dict[str, Any]] = []
     try:
         for kind in tqdm(kinds, desc="engines"):
             engines[kind.name] = make_engine(kind.rollout, policy_dir, seed=config.seed, dtype=config.model.dtype)
@@ -147,18 +114,8 @@ def run(config: BenchConfig, run_dir: Path) -> dict[str, Any]:
     finally:
         for engine in engines.values():
             engine.close()
-    table = [asdict(row) for row in rows]
-    write_csv(run_dir / "tree.csv", table)
-    print_table([_line(row) for row in rows])
-    plots = tree_plots.write(table, run_dir)
-    summary = {
-        "policy": str(policy_dir),
-        "rows": table,
-        "left_out": dict(left_out),
-        "plots": [str(path) for path in plots],
-    }
-    write_summary(run_dir, summary)
-    return summary
+    plots = [str(path) for path in tree_plots.write(rows, run_dir)]
+    return write_rows(run_dir, "tree.csv", rows, SHOWN, summary | {"plots": plots})
 
 
 def variants(config: BenchConfig) -> list[Variant]:
@@ -177,8 +134,8 @@ def variants(config: BenchConfig) -> list[Variant]:
     for method in wanted.methods:
         if method == "plain":
             add("plain", method, speculation="none", tree="none")
-        elif method in ("chain", "block"):
-            add(method, method, tree="none", rule="rejection" if method == "chain" else "block")
+        elif method in RULES:
+            add(method, method, tree="none", rule=method)
         elif method == "topk":
             add("topk", method, tree="topk")
         elif method == "rrsw":
@@ -193,12 +150,7 @@ def _measure(
     config: BenchConfig, engines: dict[str, RolloutEngine], prompts: list[list[int]], size: int, temperature: float
 ) -> dict[str, Tally]:
     """The tally of every variant; a first, unmeasured turn warms each up."""
-    sampling = Sampling(
-        temperature=temperature,
-        top_p=config.rollout.top_p,
-        top_k=config.rollout.top_k,
-        max_tokens=config.data.max_response_tokens,
-    )
+    sampling = replace(rollout_sampling(config), temperature=temperature)
     tallies = {name: Tally(np.zeros(len(prompts)), np.zeros(len(prompts))) for name in engines}
     for engine in engines.values():
         engine.generate(prompts[:size], sampling, seeds=list(range(len(prompts[:size]))))
@@ -269,78 +221,62 @@ def _row(
     scored: dict[str, Tally],
     batch_size: int,
     temperature: float,
-) -> Measured:
+) -> dict[str, Any]:
+    """One line of tree.csv; errors are standard errors.
+
+    gain: acceptance length above TopK's, paired by prompt; surviving: (speed / TopK's - 1) / (acceptance length /
+    TopK's - 1), the share of the gain that is left in tokens per second; None where the gain is within its error.
+    scored: expected tokens of a round at given positions, and its gain over TopK, paired too; trees only. same_text: at
+    temperature 0, the share of prompts whose text is plain decoding's. rules_share: of a round's time, what growing and
+    verifying the draft takes, the model's passes left out; None on a GPU.
+    """
     tally, topk, plain = tallies[kind.name], tallies.get("topk"), tallies.get("plain")
-    num, speed = len(tally.drafts), statistics.median(tally.speeds)
-    gain = gain_error = surviving = None
-    if topk is not None and kind.method in ("topk", "rrsw", "rheo"):
-        gain = tally.acceptance_length - topk.acceptance_length
-        gain_error = error_of(tally.influence - topk.influence)
-        if gain > CLEAR * gain_error:
-            faster = speed / statistics.median(topk.speeds) - 1.0
-            surviving = faster / (tally.acceptance_length / topk.acceptance_length - 1.0)
-    mine, base = scored.get(kind.name), scored.get("topk")
-    pair = mine is not None and base is not None
-    same = None
+    num, speed, is_tree = len(tally.drafts), statistics.median(tally.speeds), kind.rollout.tree != "none"
+    gain, gain_error = _gain(tally, topk if is_tree else None)
+    surviving = same = None
+    if gain is not None and gain > CLEAR * gain_error:
+        faster = speed / statistics.median(topk.speeds) - 1.0
+        surviving = faster / (tally.acceptance_length / topk.acceptance_length - 1.0)
     if temperature == 0 and plain is not None:
         same = sum(tally.texts[i] == plain.texts[i] for i in range(num)) / num
-    is_tree = kind.rollout.tree != "none"
-    return Measured(
-        temperature=temperature,
-        batch_size=batch_size,
-        variant=kind.name,
-        method=kind.method,
-        leads=kind.leads,
-        acceptance_length=tally.acceptance_length,
-        acceptance_length_error=error_of(tally.influence),
-        gain=gain,
-        gain_error=gain_error,
-        scored=mine.acceptance_length if mine else None,
-        scored_error=error_of(mine.influence) if mine else None,
-        scored_gain=mine.acceptance_length - base.acceptance_length if pair else None,
-        scored_gain_error=error_of(mine.influence - base.influence) if pair else None,
-        scored_positions=int(mine.drafts.sum()) if mine else 0,
-        tokens_per_s=speed,
-        tokens_per_s_low=min(tally.speeds),
-        tokens_per_s_high=max(tally.speeds),
-        speedup=speed / statistics.median(plain.speeds) if plain is not None else None,
-        surviving=surviving,
-        rules_share=tally.rules_s / tally.rounds_s if tally.rounds_s else None,
-        same_text=same,
-        depth=kind.rollout.draft_depth,
-        width=kind.rollout.tree_width if is_tree else None,
-        budget=kind.rollout.tree_budget if is_tree else None,
-        support=kind.rollout.tree_support if is_tree else None,
-        prompts=num,
-        repeats=config.bench.repeats,
-        rounds=int(tally.drafts.sum()),
-        response_tokens=sum(tally.tokens),
-        model=config.model.name if config.model.path is None else str(config.model.path),
-        dtype=config.model.dtype,
-        device=device(),
-    )
+    mine = scored.get(kind.name)
+    scored_gain, scored_gain_error = _gain(mine, scored.get("topk"))
+    return {
+        "temperature": temperature,
+        "batch_size": batch_size,
+        "variant": kind.name,
+        "method": kind.method,
+        "leads": kind.leads,
+        "acceptance_length": tally.acceptance_length,
+        "acceptance_length_error": error_of(tally.influence),
+        "gain": gain,
+        "gain_error": gain_error,
+        "scored": mine.acceptance_length if mine else None,
+        "scored_error": error_of(mine.influence) if mine else None,
+        "scored_gain": scored_gain,
+        "scored_gain_error": scored_gain_error,
+        "scored_positions": int(mine.drafts.sum()) if mine else 0,
+        **spread(tally.speeds),
+        "speedup": speed / statistics.median(plain.speeds) if plain is not None else None,
+        "surviving": surviving,
+        "rules_share": tally.rules_s / tally.rounds_s if tally.rounds_s else None,
+        "same_text": same,
+        "depth": kind.rollout.draft_depth,
+        **{key: getattr(kind.rollout, f"tree_{key}") if is_tree else None for key in ("width", "budget", "support")},
+        "prompts": num,
+        "rounds": int(tally.drafts.sum()),
+        "response_tokens": sum(tally.tokens),
+        **conditions(config),
+    }
+
+
+def _gain(tally: Tally | None, base: Tally | None) -> tuple[float | None, float | None]:
+    """Acceptance length above the base's and its error, paired by prompt; None where one of the two is missing."""
+    if tally is None or base is None:
+        return None, None
+    return tally.acceptance_length - base.acceptance_length, error_of(tally.influence - base.influence)
 
 
 def error_of(influence: np.ndarray) -> float:
     """Standard error of a mean over prompts; nan for a single one."""
     return float(influence.std(ddof=1) / len(influence) ** 0.5) if len(influence) > 1 else float("nan")
-
-
-def _line(row: Measured) -> dict[str, Any]:
-    return {
-        "T": row.temperature,
-        "batch": row.batch_size,
-        "variant": row.variant,
-        "AL": row.acceptance_length,
-        "±": row.acceptance_length_error,
-        "over topk": row.gain,
-        "± paired": row.gain_error,
-        "scored": row.scored,
-        "scored over topk": row.scored_gain,
-        "± scored": row.scored_gain_error,
-        "tokens/s": row.tokens_per_s,
-        "speed-up": row.speedup,
-        "surviving": row.surviving,
-        "rules": row.rules_share,
-        "greedy text": row.same_text,
-    }

@@ -24,6 +24,7 @@ from bebop.store.definitions import label_of
 
 BLUE, RED, GREEN, ORANGE, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9"
 SERIES = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY)
+EARLIER = tuple(colour for colour in SERIES if colour != RED)
 INK, GREY, PALE = "#1f2933", "#7b8794", "#e4e7eb"
 STYLE: Any = {
     "font.size": 10,
@@ -64,9 +65,9 @@ def acceptance_over_entropy(steps: Sequence[StepRecord], entropy_range: tuple[fl
     if not groups:
         return None
     figure, (axes,) = figure_of(1)
-    *earlier, newest = groups
-    for definition, colour in [*zip(earlier, _cycle(len(earlier), without=RED), strict=True), (newest, RED)]:
-        group = groups[definition]
+    newest = list(groups)[-1]
+    for number, (definition, group) in enumerate(groups.items()):
+        colour = RED if definition == newest else colour_of(number, EARLIER)
         h = np.array([step.entropy_nats for step in group])
         al = np.array([step.acceptance_length for step in group])
         if definition == newest:
@@ -87,10 +88,12 @@ def acceptance_over_entropy(steps: Sequence[StepRecord], entropy_range: tuple[fl
                 axes.annotate(
                     " edge of the pre-RL data", (edge, 0.02), xycoords=("data", "axes fraction"), color=GREY, fontsize=8
                 )
-    axes.set(xlabel=label_of("entropy_nats"), ylabel=label_of("acceptance_length").replace(" [", "\n["))
-    axes.set_title("Acceptance length against target entropy")
-    legend_below(figure)
-    return figure
+    return finished(
+        axes,
+        "Acceptance length against target entropy",
+        xlabel=label_of("entropy_nats"),
+        ylabel=label_of("acceptance_length").replace(" [", "\n["),
+    )
 
 
 @styled
@@ -125,8 +128,9 @@ def conditional_acceptance(steps: Sequence[StepRecord]) -> Figure | None:
     depth = max((len(step.counts.accepted_per_depth) for step in drafted), default=0)
     if not depth:
         return None
-    figure, (axes,) = figure_of(1)
-    for j, colour in zip(range(depth), _cycle(depth), strict=True):
+    _, (axes,) = figure_of(1)
+    for j in range(depth):
+        colour = colour_of(j)
         reached = [
             (step, (step.counts.num_drafts, *step.counts.accepted_per_depth)[j])
             for step in drafted
@@ -141,10 +145,9 @@ def conditional_acceptance(steps: Sequence[StepRecord]) -> Figure | None:
             x, np.clip(share - half, 0, 1), np.clip(share + half, 0, 1), color=colour, alpha=0.15, linewidth=0
         )
         axes.plot(x, share, color=colour, marker="o", markersize=3, label=f"depth {j + 1}")
-    axes.set(xlabel="RL step", ylabel="conditional acceptance")
-    axes.set_title("Accepted at each depth, given all before it")
-    legend_below(figure)
-    return figure
+    return finished(
+        axes, "Accepted at each depth, given all before it", xlabel="RL step", ylabel="conditional acceptance"
+    )
 
 
 @styled
@@ -152,7 +155,7 @@ def decomposition(parts: Decomposition) -> Figure | None:
     """What moved the acceptance length: the entropy part and the mismatch, each with its band."""
     if parts.early_steps is None or not parts.parts:
         return None
-    figure, (axes,) = figure_of(1)
+    _, (axes,) = figure_of(1)
     x = [part.step for part in parts.parts]
     axes.axvspan(*parts.early_steps, color=PALE, alpha=0.6, linewidth=0, label="early phase, line fitted here")
     axes.axhline(0, color=GREY, linewidth=0.8)
@@ -178,10 +181,8 @@ def decomposition(parts: Decomposition) -> Figure | None:
         axes.errorbar(
             [(first + last) / 2], [recent.value], yerr=error, color=INK, marker="D", capsize=4, label=label, zorder=4
         )
-    axes.set(xlabel="RL step", ylabel="change of acceptance length\n[tokens per target forward]")
-    axes.set_title("Where the change comes from")
-    legend_below(figure)
-    return figure
+    change = "change of acceptance length\n[tokens per target forward]"
+    return finished(axes, "Where the change comes from", xlabel="RL step", ylabel=change)
 
 
 @styled
@@ -200,10 +201,9 @@ def sft_curves(train: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, 
         x = [record["step"] for record in records]
         if name == "alpha":
             depth = min(len(record["alpha"]) for record in records)
-            for j, colour in zip(range(depth), _cycle(depth), strict=True):
-                axes.plot(
-                    x, [r["alpha"][j] for r in records], color=colour, marker="o", markersize=3, label=f"depth {j + 1}"
-                )
+            for j in range(depth):
+                y = [record["alpha"][j] for record in records]
+                axes.plot(x, y, color=colour_of(j), marker="o", markersize=3, label=f"depth {j + 1}")
             axes.legend(fontsize=8, ncols=depth)
         else:
             y = [record[name] for record in records]
@@ -247,6 +247,14 @@ def _line(axes: Axes, name: str, slope: Slope, entropy: Array, colour: str) -> N
     axes.plot(grid, value, color=colour, label=label)
 
 
+def finished(axes: Axes, title: str, **labels: str) -> Figure:
+    """The figure of a panel that is drawn: with its title, its axes' labels and a legend below."""
+    axes.set(title=title, **labels)
+    figure: Any = axes.figure
+    legend_below(figure)
+    return figure
+
+
 def legend_below(figure: Figure) -> None:
     """The first panel's legend, under the figure in as many columns as fit."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -264,6 +272,6 @@ def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[Mapping[str
     return [record for record in records if isinstance(record.get(key), (int, float))]
 
 
-def _cycle(n: int, without: str = "") -> list[str]:
-    colours = [colour for colour in SERIES if colour != without]
-    return [colours[i % len(colours)] for i in range(n)]
+def colour_of(number: int, series: Sequence[str] = SERIES) -> str:
+    """The colours one after the other, round and round."""
+    return series[number % len(series)]
