@@ -117,9 +117,18 @@ def check_finite(name: str, tensor: Tensor) -> None:
         raise BadInput(f"{name}: got a NaN or an infinity, expected finite weights; nothing was updated")
 
 
-def replace_tensors(views: dict[str, Tensor], tensors: dict[str, Tensor], *, is_head: Callable[[str], bool]) -> None:
-    """Copy `tensors` into the views of the same names. Raises ValueError before anything is copied."""
-    check_update(tensors, {name: view.shape for name, view in views.items()}, is_head)
+def replace_tensors(
+    views: dict[str, Tensor],
+    tensors: dict[str, Tensor],
+    *,
+    is_head: Callable[[str], bool],
+    unread: Mapping[str, Any] | None = None,
+) -> None:
+    """Copy `tensors` into the views of the same names. Raises ValueError before anything is copied.
+
+    unread: name -> shape of tensors that an update may bring and no view shows.
+    """
+    check_update(tensors, {name: view.shape for name, view in views.items()} | dict(unread or {}), is_head)
     with torch.no_grad():
-        for name, tensor in tensors.items():
-            views[name].copy_(tensor)
+        for name in tensors.keys() & views.keys():
+            views[name].copy_(tensors[name])

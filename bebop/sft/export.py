@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bebop.acceptance import Acceptance
+from bebop.acceptance import Acceptance, record_key
 from bebop.data.self_distill import META
 from bebop.mtp import checkpoint_checksums, head_tensors, write_checkpoint
 from bebop.mtp.reading import read_policy
@@ -43,9 +43,8 @@ def export(job: Job, tensors: Mapping[str, Tensor], scored: Acceptance, facts: M
         "temperature": scored.temperature,
         "alpha": scored.alpha,
         "conditional": scored.conditional,
-        "acceptance_length": scored.acceptance_length,
         "acceptance_length_se": scored.acceptance_length_se,
-        "acceptance_length_target_only": scored.rules["target_only"].acceptance_length,
+        **{record_key("acceptance_length", name): rule.acceptance_length for name, rule in scored.rules.items()},
         "all_tasks": scored.as_dict(),
         **facts,
         "config": config.model_dump(mode="json"),

@@ -17,8 +17,8 @@ from bebop.engines.torch_engine.drafter import Anchors, Drafter, Settings
 from bebop.engines.torch_engine.kv_cache import Window
 from bebop.engines.torch_engine.model import Policy
 from bebop.errors import EngineRefused
-from bebop.mtp import checkpoint_checksums, draft_hidden, load_heads
-from bebop.mtp.checkpoint import Tensors
+from bebop.mtp import checkpoint_checksums, draft_hidden, family_of, load_heads
+from bebop.mtp.checkpoint import Tensors, read_config
 from bebop.policies import prepare_policy, random_checkpoint
 from bebop.records import Sampling
 
@@ -128,6 +128,27 @@ def test_the_engine_holds_the_checkpoints_tensors_and_takes_new_values(kind, dir
         assert engine.checksums() == checkpoint_checksums(directory)
         assert engine.update_weights(dict(Tensors(other)), version=1) == checkpoint_checksums(other)
         assert engine.checksums().num_head_tensors > 0
+
+
+def test_tensors_that_no_engine_computes_with_are_in_checksums_and_updates(tmp_path):
+    """Further MTP layers, and the copies of embeddings and output matrix that GLM's checkpoints carry."""
+
+    def two_layers(path, seed):
+        random_checkpoint(path, vocab=VOCABULARY, seed=seed, **KINDS["glm4_moe"])
+        tensors = load_file(path / "model.safetensors")
+        head = "model.layers.3."
+        further = {name.replace(head, "model.layers.4."): t.clone() for name, t in tensors.items() if head in name}
+        copies = {head + name: tensors["lm_head.weight"].clone() for name in family_of(read_config(path)).shared}
+        save_file(tensors | further | copies, path / "model.safetensors", metadata={"format": "pt"})
+        rewrite(path, num_nextn_predict_layers=2)
+        return path
+
+    one, other = two_layers(tmp_path / "one", 5), two_layers(tmp_path / "other", 6)
+    with make_engine(RolloutSection(engine="torch"), one) as engine:
+        assert engine.checksums() == checkpoint_checksums(one)
+        assert engine.update_weights(dict(Tensors(other)), version=1) == checkpoint_checksums(other)
+        with pytest.raises(EngineRefused, match="can be loaded"):
+            engine.update_weights({"model.layers.5.eh_proj.weight": torch.zeros(1)}, version=2)
 
 
 def test_a_tied_policy_has_its_embeddings_once(tmp_path):

@@ -32,9 +32,9 @@ from bebop.engines.torch_engine.drafter import Drafter
 from bebop.engines.torch_engine.model import Policy
 from bebop.engines.torch_engine.profiling import RoundClock
 from bebop.engines.torch_engine.request import Request, make_request
-from bebop.engines.weights import replace_tensors
+from bebop.engines.weights import Digests, Layout, replace_tensors
 from bebop.errors import BadInput, EngineDied, EngineError, EngineRefused
-from bebop.mtp import checksum
+from bebop.mtp.checkpoint import Tensors
 from bebop.mtp.names import split_experts
 from bebop.records import DraftCounts, Rollout, Sampling, WeightChecksums
 from bebop.store.environment import device_name
@@ -55,6 +55,13 @@ class TorchEngine:
             )
         except BadInput as error:
             raise EngineRefused(str(error)) from None
+        self._layout = Layout(policy_dir)
+        self._digests = Digests(self._layout, sampled=False)
+        self._unread = {  # further MTP layers, copies of embeddings: the engine computes nothing with them
+            name: shape
+            for name, shape in self._layout.shapes.items()
+            if name not in self._policy.views and (heads or name not in self._layout.heads)
+        }
         self._rounds = Rounds(rollout, self._policy, self._num_slots())
         self._end_ids = self._policy.reading.end_ids
         self._random = random.Random(seed)
@@ -127,9 +134,11 @@ class TorchEngine:
 
         def update() -> WeightChecksums:
             try:
-                replace_tensors(self._policy.views, named, is_head=self._policy.is_head)
+                replace_tensors(self._policy.views, named, is_head=self._layout.is_head, unread=self._unread)
             except ValueError as error:
                 raise EngineRefused(str(error)) from None
+            for name in named.keys() & self._unread.keys():
+                self._digests.note(name, named[name])
             self._policy.refresh()
             self.version = version
             # the old weights' keys and values must not be used for tokens sampled after this
@@ -142,10 +151,12 @@ class TorchEngine:
         return self._ask(self._held)
 
     def _held(self) -> WeightChecksums:
-        views = self._policy.views
-        heads = {name: view for name, view in views.items() if self._policy.is_head(name)}
-        backbone = {name: view for name, view in views.items() if name not in heads}
-        return WeightChecksums(checksum(backbone), checksum(heads), len(heads))
+        files = Tensors(self._layout.path)
+        for name in self._unread.keys() - self._digests.found.keys():
+            self._digests.note(name, files[name])
+        for name, view in self._policy.views.items():
+            self._digests.note(name, view)
+        return self._digests.checksums()
 
     # -- life ---------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 from bebop.config import RolloutSection
 from bebop.config.draft_schedule import vllm_ranges
 from bebop.engines.vllm_engine import fixes
-from bebop.engines.vllm_engine.rules import rule_methods
+from bebop.engines.vllm_engine.rules import rule_methods, verifies_blocks
 from bebop.errors import EngineRefused
 from bebop.mtp.checkpoint import read_config
 from bebop.mtp.families import mixes_linear_attention
@@ -70,10 +70,10 @@ def engine_arguments(rollout: RolloutSection, policy_dir: Path, *, seed: int, dt
 
 def refuse_block(rollout: RolloutSection, *, on_cpu: bool, v2_runner: bool) -> None:
     """Raise EngineRefused if vLLM would silently draft greedily under block verification."""
-    if rollout.speculation == "mtp" and rollout.rule == "block" and (on_cpu or not v2_runner):
+    if verifies_blocks(rollout) and (on_cpu or not v2_runner):
         where = "on a CPU" if on_cpu else "with vLLM's V1 model runner"
         raise EngineRefused(
-            f"rollout.rule: got block {where}, where vLLM silently drafts greedily; set rollout.rule=rejection"
+            f"rollout.rule: got {rollout.rule} {where}, where vLLM silently drafts greedily; set rollout.rule=rejection"
         )
 
 

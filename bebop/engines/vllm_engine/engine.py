@@ -38,6 +38,7 @@ from bebop.engines.vllm_engine.environment import (
     last_error,
     missing,
 )
+from bebop.engines.vllm_engine.rules import verifies_blocks
 from bebop.engines.weights import Digests, Layout, check_update
 from bebop.errors import BadInput, EngineDied, EngineError, EngineRefused
 from bebop.mtp.checkpoint import Tensors
@@ -81,8 +82,7 @@ class VllmEngine:
         # if the user has set a log level, the engine's output stays on the terminal
         log = {} if "VLLM_LOGGING_LEVEL" in os.environ else {LOG_ENV: str(self._log)}
         own = {PARENT_ENV: str(os.getpid()), **log}
-        # only the V2 runner has block verification, and it does not run on a CPU
-        wanted = GENERAL | ({V2_RUNNER_ENV: "1"} if self.rollout.rule == "block" and not on_cpu else {})
+        wanted = GENERAL | ({V2_RUNNER_ENV: "1"} if verifies_blocks(self.rollout) and not on_cpu else {})
         with applied(own | missing(wanted | (cpu_environment() if on_cpu else {}))):
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
