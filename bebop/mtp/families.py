@@ -46,14 +46,9 @@ class Family:
 
     name: str
     classes: Mapping[str, str]  # `model_type` of the decoder's config -> Class of transformers' ClassDecoderLayer etc.
-    count_key: str  # config key that claims MTP layers
-    prefix: str  # of layer 0's tensors
-    heads: str  # prefix of the name of every MTP tensor
-    number: str  # regular expression for the layer number in an MTP tensor's name; counts from {n} if prefix has {n}
-    proj: str  # name after the prefix of the projection of hidden state and embedding; every layer has it
-    parts: Mapping[
-        str, str
-    ]  # part of the head -> its name after the prefix; "" takes all names that no other part takes
+    parts: Mapping[str, str]  # part of the head -> its name after the prefix; "" takes what no other part takes
+    prefix: str = "mtp."  # of layer 0's tensors
+    count_key: str = "num_nextn_predict_layers"  # config key that claims MTP layers
     shared: tuple[str, ...] = ()  # copies of the policy's own tensors, which the engine ignores
     architecture: str | None = None  # if in config.json's `architectures`, this is the family, whatever the model_type
     served_by_bebop: bool = False  # vLLM serves it with bebop's two classes, around the policy's own decoder layer
@@ -63,6 +58,17 @@ class Family:
     hidden_first: bool = False  # the projection reads the hidden state, then the embedding
     before_norm: bool = False  # depth 1 reads the hidden state before the backbone's final norm
     biased: tuple[str, ...] = ()  # model types without biases of q, k and v, although the engine's classes have them
+
+    @property
+    def heads(self) -> str:
+        """What the name of any MTP tensor begins with."""
+        return re.split(r"\d|\{n\}", self.prefix)[0]
+
+    @property
+    def number(self) -> str:
+        """Regular expression of the number of an MTP tensor's layer, which counts from {n} where the prefix does."""
+        layer = f"{self.prefix}{self.parts['layer']}".rstrip(".")
+        return rf"{re.escape(layer.rpartition('.')[0])}\.(\d+)\."
 
     def first(self, config: Any) -> str:
         """Prefix of layer 0's tensors. config: the decoder's, from transformers or from config.json."""
@@ -97,8 +103,8 @@ class Family:
         return [f"{match[1]}.bias" for match in found if match]
 
     def projection(self, config: Any) -> str:
-        """Name of layer 0's projection."""
-        return f"{self.first(config)}{self.proj}.weight"
+        """Name of layer 0's projection of hidden state and embedding, which no layer lacks."""
+        return f"{self.first(config)}{self.parts['proj']}.weight"
 
     def load_class(self, model_type: str, suffix: str) -> type:
         """transformers' class `<Class><suffix>` of a model type of this family."""
@@ -123,11 +129,7 @@ _NEXTN = {
     "layer": "",
 }
 _NUMBERED: dict[str, Any] = {  # the numbers of the head's layers follow the decoder's
-    "count_key": "num_nextn_predict_layers",
     "prefix": "model.layers.{n}.",
-    "heads": "model.layers.",
-    "number": r"model\.layers\.(\d+)\.",
-    "proj": "eh_proj",
     "parts": _NEXTN,
     "shared": ("shared_head.head.weight", "embed_tokens.weight"),
     "zero_at_start": True,
@@ -136,11 +138,7 @@ MIMO = Family(
     name="mimo",
     classes={"qwen2": "Qwen2", "mimo": "Qwen2", "qwen3": "Qwen3"},
     architecture="MiMoForCausalLM",
-    count_key="num_nextn_predict_layers",
     prefix="model.mtp_layers.0.",
-    heads="model.mtp_layers.",
-    number=r"model\.mtp_layers\.(\d+)\.",
-    proj="input_proj",
     parts={
         "hidden_norm": "hidden_layernorm",
         "token_norm": "token_layernorm",
@@ -157,35 +155,17 @@ DECODER = Family(
     name="decoder",
     served_by_bebop=True,
     classes={"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"},
-    count_key="num_nextn_predict_layers",
-    prefix="mtp.",
-    heads="mtp.",
-    number=r"mtp\.layers\.(\d+)\.",
-    proj="fc",
     parts=_QWEN,
 )
 FAMILIES: Registry[Family] = Registry("family", key="model.path")
 for _family in (
     DECODER,  # before MIMO, which takes only some Qwen3 policies: those marked by their architecture
     MIMO,
-    Family(
-        name="qwen3_next",
-        classes={"qwen3_next": "Qwen3Next"},
-        count_key="num_nextn_predict_layers",
-        prefix="mtp.",
-        heads="mtp.",
-        number=r"mtp\.layers\.(\d+)\.",
-        proj="fc",
-        parts=_QWEN,
-    ),
+    Family(name="qwen3_next", classes={"qwen3_next": "Qwen3Next"}, parts=_QWEN),
     Family(
         name="qwen3_5",
         classes={"qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"},
         count_key="mtp_num_hidden_layers",
-        prefix="mtp.",
-        heads="mtp.",
-        number=r"mtp\.layers\.(\d+)\.",
-        proj="fc",
         parts=_QWEN,
         rotary="TextRotaryEmbedding",
     ),
