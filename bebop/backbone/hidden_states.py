@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -128,22 +129,17 @@ class HiddenStates:
                     remove_leftovers(file)
                     _check_room(name, "disk", size, shutil.disk_usage(file.parent).free)
                     about.unlink(missing_ok=True)
-                    self._make(file, rows, max_tokens, size)
+                    with replacing(file) as part:
+                        self._fill(self._map(part, shared=True), rows, max_tokens)
                     write_json(about, meta)
         if distributed and torch.distributed.get_world_size() > 1:
             torch.distributed.barrier()
         return self._map(file, shared=False)
 
-    def _make(self, file: Path, rows: Sequence[TextRow], max_tokens: int, size: int) -> None:
-        with replacing(file) as part:
-            states = torch.from_file(str(part), shared=True, size=size // self._dtype.itemsize, dtype=self._dtype)
-            self._fill(states.view(self._bounds[-1], self._width), rows, max_tokens)
-            del states
-
     def _map(self, file: Path, *, shared: bool) -> Tensor:
-        tokens = self._bounds[-1]
-        states = torch.from_file(str(file), shared=shared, size=tokens * self._width, dtype=self._dtype)
-        return states.view(tokens, self._width)
+        """[tokens, D] of a file, which is made where it is shared."""
+        shape = self._bounds[-1], self._width
+        return torch.from_file(str(file), shared=shared, size=math.prod(shape), dtype=self._dtype).view(shape)
 
     @torch.no_grad()
     def _compute(self, indexed: IndexedBatch) -> Tensor:

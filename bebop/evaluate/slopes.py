@@ -13,7 +13,7 @@ relative: slope / mean AL, to compare heads of different quality.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,9 +37,6 @@ class EntropySlope:
     relative_low: float | None = None
     relative_high: float | None = None
     intercept: float | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def over_tokens(entropy: np.ndarray, length: np.ndarray, prompt: np.ndarray, *, seed: int = 0) -> EntropySlope:

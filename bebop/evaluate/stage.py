@@ -91,13 +91,8 @@ def run(config: EvalConfig, run_dir: Path) -> dict[str, Any]:
             tasks[task], task_rows = _evaluate(config, task, chosen, sample, confidence)
             rows += task_rows
         token_slopes[temperature] = slopes.over_tokens(*_points(scores[temperature]))
-        entries.append(
-            {
-                "temperature": temperature,
-                "tasks": tasks,
-                "slope_over_tokens": token_slopes[temperature].as_dict(),
-            }
-        )
+        slope = asdict(token_slopes[temperature])
+        entries.append({"temperature": temperature, "tasks": tasks, "slope_over_tokens": slope})
     write_csv(run_dir / "eval.csv", rows)
     points = {temperature: _points(each) for temperature, each in scores.items()}
     summary = {
@@ -107,7 +102,7 @@ def run(config: EvalConfig, run_dir: Path) -> dict[str, Any]:
         "depth": config.depth,
         "left_out": dict(left_out),
         **entries[0],
-        "slope_over_temperatures": slopes.over_temperatures(points, range(len(prompts))).as_dict(),
+        "slope_over_temperatures": asdict(slopes.over_temperatures(points, range(len(prompts)))),
         "by_temperature": entries,
         "alarms": [line for entry in entries for line in alarms(entry)],
         "figures": write_figures(run_dir, scores, token_slopes),

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,13 +38,6 @@ from bebop.mtp.families import Family
 from bebop.mtp.names import FLOAT32, to_checkpoint
 
 CORE = "bebop_chain"
-
-
-class Attention(Protocol):
-    """The attention of a head's layer."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v [N, H, E] of the rows in this call of the layer -> [N, H, E]. Scale 1 / sqrt(E)."""
 
 
 @dataclass
@@ -60,7 +53,10 @@ class Chain:
     depth: int = 1
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """With anchors, the first call only stores its keys and values."""
+        """q, k, v [N, H, E] of the rows in this call of the layer -> [N, H, E]. Scale 1 / sqrt(E).
+
+        With anchors, the first call only stores its keys and values.
+        """
         if self.keys is None:
             self.keys, self.values = k, v
             if self.anchors is not None:
@@ -84,7 +80,7 @@ def chain_core(
     attention_mask: None,
     scaling: float,
     *,
-    chain: Attention,
+    chain: Chain,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [1, H, N, E], key [1, G, N, E], value [1, G, N, F] -> [1, N, H, F]."""
@@ -148,26 +144,23 @@ class MtpHead(nn.Module):
         """See `draft_hidden`."""
         chain = Chain(Documents.of(cu_seqlens), anchors)
         rows = torch.arange(len(input_ids), device=input_ids.device)
-        state = self.first_state(hidden.detach())
+        hidden = hidden.detach()
+        state = (hidden if self.backbone_norm is None else hidden / self.backbone_norm).to(self.proj.weight.dtype)
         outputs = []
         for chain.depth in range(1, depth + 1):
             tokens = input_ids[(rows + chain.depth).clamp(max=len(input_ids) - 1)]
             positions = position_ids[rows] + chain.depth - 1
-            x = self.input(state, F.embedding(tokens, embed_weight.detach()), positions)
+            x = self._input(state, F.embedding(tokens, embed_weight.detach()), positions)
             if chain.depth == 1 and anchors is not None:
                 # Keys and values are needed at every position, everything else only at the anchors.
-                self.attention(x, positions, chain)
+                self.layer.self_attn(self.layer.input_layernorm(x[None]), **self._attending(x, positions, chain))
                 rows, x, positions = rows[anchors], x[anchors], positions[anchors]
-            state, output = self.step(x, positions, chain)
-            outputs.append(output)
+            x = self.layer(x[None], **self._attending(x, positions, chain))[0]
+            outputs.append(self.norm(x))
+            state = outputs[-1] if self.family.chains_normed else x
         return torch.stack(outputs)
 
-    def first_state(self, hidden: Tensor) -> Tensor:
-        """The backbone's hidden states after its final norm [..., D], as depth 1 reads them."""
-        before = hidden if self.backbone_norm is None else hidden / self.backbone_norm
-        return before.to(self.proj.weight.dtype)
-
-    def input(self, state: Tensor, embedding: Tensor, positions: Tensor) -> Tensor:
+    def _input(self, state: Tensor, embedding: Tensor, positions: Tensor) -> Tensor:
         """state, embedding [N, D], positions [N] -> the layer's input [N, D]."""
         embedding = embedding.to(state.dtype)
         if self.family.zero_at_start:
@@ -175,21 +168,10 @@ class MtpHead(nn.Module):
         parts = [self.token_norm(embedding), self.hidden_norm(state)]
         return self.proj(torch.cat(parts[::-1] if self.family.hidden_first else parts, -1))
 
-    def attention(self, x: Tensor, positions: Tensor, attention: Attention) -> None:
-        """Pass the queries, keys and values of x [N, D] to `attention`."""
-        self.layer.self_attn(
-            self.layer.input_layernorm(x[None]),
-            position_embeddings=self._rotary[0](x[None], positions[None]),
-            attention_mask=None,
-            chain=attention,
-        )
-
-    def step(self, x: Tensor, positions: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
-        """x [N, D] from `input` -> the state that the next depth reads, and the state from which logits are read."""
+    def _attending(self, x: Tensor, positions: Tensor, chain: Chain) -> dict[str, Any]:
+        """Arguments of transformers' layer for its attention; x [N, D]."""
         rotary = self._rotary[0](x[None], positions[None])
-        x = self.layer(x[None], position_embeddings=rotary, attention_mask=None, chain=attention)[0]
-        normed = self.norm(x)
-        return (normed if self.family.chains_normed else x), normed
+        return {"position_embeddings": rotary, "attention_mask": None, "chain": chain}
 
 
 def draft_hidden(
