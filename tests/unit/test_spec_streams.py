@@ -118,19 +118,6 @@ def test_draws_have_the_weights_law():
     assert chisquare(counts[P > 0].numpy(), (P[P > 0] * 100_000).numpy()).pvalue > 1e-3
 
 
-def test_verified_chains_have_the_target_law():
-    num = 100_000
-    p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
-    draws = requests(num)
-    drafts = sample(q.expand(num, -1), draws, StreamId.DRAFT, 0).unsqueeze(1)
-    result = verify_chain(p.expand(num, 2, -1), q.expand(num, 1, -1), drafts, draws=draws)
-    counts = torch.bincount(result.tokens[:, 0], minlength=3)
-    assert chisquare(counts.numpy(), (p * num).numpy()).pvalue > 1e-3
-    second = result.tokens[result.num_accepted == 1, 1]
-    assert chisquare(torch.bincount(second, minlength=3).numpy(), (p * len(second)).numpy()).pvalue > 1e-3
-
-
 @pytest.mark.parametrize("address", ["round", "token"])
 def test_numbers_addressed_by_round_keep_block_verification_exact_over_rounds(address):
     """Drafts addressed by their own token position reuse a rejected draft's number, which what was accepted depends
