@@ -3,7 +3,7 @@
 | impl      | where it runs                                          |
 |-----------|--------------------------------------------------------|
 | triton    | CUDA and ROCm GPUs; CPUs too with TRITON_INTERPRET=1   |
-| cpu       | CPU tensors: loops compiled by numba                   |
+| cpu       | CPU tensors, not sharded: loops compiled by numba      |
 | reference | anywhere: chunked torch, which the others are tested on |
 
 `auto` takes the first of triton, cpu and reference that can run the call, and logs its choice once per op and device.
@@ -50,30 +50,34 @@ def check_impl(impl: str) -> None:
         raise ValueError(f"impl: got {impl!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
 
 
-def choose(impl: str, op: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
-    """Name of the implementation for one call. op: overlap, linear, statistics or topk.
+def choose(impl: str, op: str, device: torch.device, dtypes: tuple[torch.dtype, ...], *, sharded: bool = False) -> str:
+    """Name of the implementation for one call. op: overlap, linear, statistics or topk; sharded: over a group.
 
     Raises ValueError with the reason if the requested implementation cannot run.
     """
     check_impl(impl)
     if impl != "auto":
-        reason = unavailable(impl, op, device, dtypes)
+        reason = unavailable(impl, op, device, dtypes, sharded)
         if reason:
-            able = [f"{name!r}" for name in IMPLEMENTATIONS[1:] if not unavailable(name, op, device, dtypes)]
+            able = [f"{name!r}" for name in IMPLEMENTATIONS[1:] if not unavailable(name, op, device, dtypes, sharded)]
             raise ValueError(f"impl={impl!r}: {reason}; set impl={' or '.join(able)}")
         return impl
     reasons = {}
     for name in IMPLEMENTATIONS[1:]:
         debug = name == "triton" and device.type != "cuda"  # the interpreter runs only on request
-        reasons[name] = "no GPU" if debug else unavailable(name, op, device, dtypes)
+        reasons[name] = "no GPU" if debug else unavailable(name, op, device, dtypes, sharded)
         if not reasons[name]:
             break
     _log_choice(op, device.type, name, "; ".join(f"{k}: {v}" for k, v in reasons.items() if v))
     return name
 
 
-def unavailable(impl: str, op: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str | None:
+def unavailable(
+    impl: str, op: str, device: torch.device, dtypes: tuple[torch.dtype, ...], sharded: bool = False
+) -> str | None:
     """Why an implementation cannot run tensors of these dtypes on a device, or None."""
+    if impl == "cpu" and sharded:
+        return "takes the whole vocabulary (got a tp_group)"
     if impl == "cpu" and device.type != "cpu":
         return f"needs CPU tensors (got tensors on {device.type})"
     if impl == "triton" and device.type != "cuda" and not interpreted():
@@ -84,9 +88,9 @@ def unavailable(impl: str, op: str, device: torch.device, dtypes: tuple[torch.dt
     return reason
 
 
-def load(impl: str, op: str, *tensors: torch.Tensor) -> ModuleType:
+def load(impl: str, op: str, *tensors: torch.Tensor, sharded: bool = False) -> ModuleType:
     """The module that runs an op on these tensors."""
-    return module(choose(impl, op, tensors[0].device, tuple(t.dtype for t in tensors)), op)
+    return module(choose(impl, op, tensors[0].device, tuple(t.dtype for t in tensors), sharded=sharded), op)
 
 
 def interpreted() -> bool:

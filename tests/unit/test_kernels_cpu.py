@@ -164,13 +164,16 @@ def test_nan_and_infinity_are_refused_by_name(value, dtype):
             bk.linear_tv_overlap(*tensors.values(), weight, index, impl="cpu")
 
 
-def test_float64_is_refused_and_auto_uses_the_reference():
+def test_float64_and_shards_are_refused_and_auto_uses_the_reference():
     logits = torch.zeros(2, 3, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"impl='cpu': .*float64.*impl='reference'"):
         bk.tv_overlap(logits, logits, impl="cpu")
     for kernel in ("overlap", "linear", "statistics"):
         assert dispatch.choose("auto", kernel, CPU, (torch.float64,)) == "reference"
         assert dispatch.choose("auto", kernel, CPU, (torch.bfloat16,)) == "cpu"
+        assert dispatch.choose("auto", kernel, CPU, (torch.bfloat16,), sharded=True) == "reference"
+        with pytest.raises(ValueError, match=r"impl='cpu': takes the whole vocabulary.*impl='reference'"):
+            dispatch.choose("cpu", kernel, CPU, (torch.bfloat16,), sharded=True)
 
 
 def test_without_numba_cpu_is_refused_and_auto_uses_the_reference():
@@ -235,70 +238,3 @@ def test_torch_compile_takes_the_whole_graph():
     draft, target = pair(4, 100)
     compiled = torch.compile(lambda d, t: bk.tv_overlap(d * 2, t * 2, impl="cpu"), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(draft, target), bk.tv_overlap(draft * 2, target * 2, impl="cpu"))
-
-
-def one_rank(rank: int, folder: str) -> None:
-    """One of three tensor-parallel ranks with uneven shards, the last one empty. Two of them also form a group."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
-    draft, target, weight, index = linear_inputs()
-    for group, edges in ((dist.group.WORLD, [0, 5, 37, 37]), (dist.new_group([0, 1]), [0, 30, 37])):
-        if rank + 2 > len(edges):
-            continue
-        shard = slice(edges[rank], edges[rank + 1])
-        settings = {"temperature": 0.9, "tp_group": group, "impl": "cpu"}
-        results = []
-        for train in (False, True):
-            hidden, shard_weight = draft.clone().requires_grad_(), weight[shard].clone().requires_grad_(train)
-            alpha = bk.linear_tv_overlap(hidden, target, shard_weight, index, **settings)
-            alpha.sum().backward()
-            results += [alpha.detach(), hidden.grad, shard_weight.grad]
-        logits = (draft[0] @ weight.T)[:, shard].clone().requires_grad_()
-        flat = bk.tv_overlap(logits, (target[index[0]] @ weight.T)[:, shard], **settings)
-        flat.sum().backward()
-        torch.save([*results, flat.detach(), logits.grad], f"{folder}/{len(edges) - 1}-{rank}.pt")
-    dist.destroy_process_group()
-    os._exit(0)  # a running thread of gloo may abort Python's teardown (torch 2.13)
-
-
-def linear_inputs():
-    generator = torch.Generator().manual_seed(3)
-    target = torch.randn(14, 6, generator=generator)
-    index = torch.arange(1, 4)[:, None] + torch.arange(10)
-    draft = target[index] + 0.4 * torch.randn(3, 10, 6, generator=generator)
-    return draft, target, torch.randn(37, 6, generator=generator), index
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    commands = [[sys.executable, __file__, str(rank), str(folder)] for rank in range(3)]
-    started = [subprocess.Popen(command, env=environment) for command in commands]
-    assert [process.wait(timeout=200) for process in started] == [0, 0, 0]
-    return folder
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("world", [2, 3])
-def test_uneven_and_empty_vocabulary_shards_give_the_whole_result(ranks, world):
-    draft, target, weight, index = linear_inputs()
-    hidden, trained = draft.clone().requires_grad_(), weight.clone().requires_grad_()
-    alpha = bk.linear_tv_overlap(hidden, target, trained, index, temperature=0.9, impl="reference")
-    alpha.sum().backward()
-    close = {"atol": 2e-6, "rtol": 1e-5}
-    parts = [torch.load(ranks / f"{world}-{rank}.pt") for rank in range(world)]
-    for part in parts:
-        for got in (part[0], part[3]):
-            torch.testing.assert_close(got, alpha.detach(), **close)
-        for number in (1, 4):
-            torch.testing.assert_close(part[number], hidden.grad, **close)
-            assert torch.equal(part[number], parts[0][number])
-        torch.testing.assert_close(part[6], alpha[0].detach(), **close)
-    torch.testing.assert_close(torch.cat([part[5] for part in parts]), trained.grad, **close)
-    torch.testing.assert_close(torch.cat([part[7] for part in parts], 1) @ weight, hidden.grad[0], **close)
-
-
-if __name__ == "__main__":
-    one_rank(int(sys.argv[1]), sys.argv[2])

@@ -260,28 +260,6 @@ def overlap(draft, target, high, low, alpha, saved):
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def softmax(draft, target, high, low, saved):
-    """Maxima and 1 / Z of this rank's columns, into saved."""
-    scratch = np.empty(draft.shape[1], _f32)
-    for n in range(draft.shape[0]):
-        saved[n, 0] = peak(draft[n])[0]
-        saved[n, 2] = over(softmax_parts(draft[n], saved[n, 0], high, low, scratch))
-        saved[n, 1] = peak(target[n])[0]
-        saved[n, 3] = over(softmax_parts(target[n], saved[n, 1], high, low, scratch))
-
-
-@njit(nogil=True, error_model="numpy", cache=True)
-def overlap_share(draft, target, high, low, alpha, saved):
-    """The share of alpha and S in this rank's columns, given the maxima and 1 / Z in saved."""
-    width = draft.shape[1]
-    q, p = np.empty(width, _f32), np.empty(width, _f32)
-    for n in range(draft.shape[0]):
-        exponentials(draft[n], saved[n, 0], high, low, q)
-        exponentials(target[n], saved[n, 1], high, low, p)
-        alpha[n], saved[n, 4] = compare(q, saved[n, 2], p, saved[n, 3])
-
-
-@njit(nogil=True, error_model="numpy", cache=True)
 def gradient(draft, target, high, low, saved, factor, out):
     """out [n, V] = factor[n] times the gradient of alpha on the scaled logits; out may be draft."""
     width = draft.shape[1]

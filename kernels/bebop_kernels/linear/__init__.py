@@ -50,6 +50,11 @@ def linear_tv_overlap(
     return outputs[0]
 
 
+def _sweep(impl: str, hidden: Tensor, group: str) -> driver.Sweep:
+    sweep: driver.Sweep = load(impl, "linear", hidden, sharded=bool(group)).sweep
+    return sweep
+
+
 @torch.library.custom_op("bebop::linear_tv_overlap", mutates_args=())
 def _linear(
     draft_hidden: Tensor,
@@ -62,7 +67,7 @@ def _linear(
     want_row_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     inputs = Inputs(draft_hidden, target_hidden, weight, target_index, temperature, group_of(group))
-    alpha, _, row_grad = driver.forward(load(impl, "linear", draft_hidden).sweep, inputs, want_row_grad)
+    alpha, _, row_grad = driver.forward(_sweep(impl, draft_hidden, group), inputs, want_row_grad)
     return alpha, draft_hidden.new_empty(0) if row_grad is None else row_grad
 
 
@@ -86,7 +91,7 @@ def _linear_backward(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     inputs = Inputs(draft_hidden, target_hidden, weight, target_index, temperature, group_of(group))
-    return driver.backward(load(impl, "linear", draft_hidden).sweep, inputs, grad_alpha)
+    return driver.backward(_sweep(impl, draft_hidden, group), inputs, grad_alpha)
 
 
 @_linear_backward.register_fake

@@ -12,9 +12,7 @@ from torch import Tensor
 from bebop_kernels._cpu import loops
 from bebop_kernels._cpu.threads import empty, in_blocks, rows_of, unavailable
 from bebop_kernels.linear.driver import Inputs, Use
-from bebop_kernels.overlap import cpu as overlap
 from bebop_kernels.rows import check_sums
-from bebop_kernels.tensor_parallel import widest
 
 __all__ = ["sweep", "unavailable"]
 
@@ -26,7 +24,7 @@ MIN_CHUNK_ROWS = 64
 def sweep(inputs: Inputs, scale: Tensor | None, want_grad: bool, use: Use) -> None:
     draft_hidden, weight, temperature = inputs.draft_hidden, inputs.weight, inputs.temperature
     depths, _, width = draft_hidden.shape
-    rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // max(widest(len(weight), inputs.group, weight.device), 1))
+    rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // max(len(weight), 1))
     if scale is None:
         scale = torch.ones(draft_hidden.shape[:2])
     scale = scale.float() / temperature
@@ -35,10 +33,7 @@ def sweep(inputs: Inputs, scale: Tensor | None, want_grad: bool, use: Use) -> No
         target = buffers.product("target", target_hidden, weight)
         draft = buffers.product("draft", draft_hidden[:, anchors].reshape(-1, width), weight)
         of_rows = index.reshape(-1), scale[:, anchors].reshape(-1), temperature, want_grad
-        if inputs.group is None:
-            alpha, grad = _whole_rows(buffers, draft, target, *of_rows)
-        else:
-            alpha, grad = _shards(draft, target, *of_rows, inputs)
+        alpha, grad = _rows(buffers, draft, target, *of_rows)
         alpha = alpha.view(depths, -1)
         use((slice(None), anchors), alpha, alpha, None if grad is None else grad.to(weight.dtype))
 
@@ -61,7 +56,7 @@ class Buffers:
         return torch.mm(hidden, weight.T, out=self.take(name, len(hidden), len(weight), weight.dtype))
 
 
-def _whole_rows(
+def _rows(
     buffers: Buffers,
     draft: Tensor,
     target: Tensor,
@@ -90,14 +85,3 @@ def _whole_rows(
     in_blocks(len(draft), vocab_size, of_draft)
     check_sums("draft_hidden", draft_inverse)
     return alpha.clamp_(max=1), draft if want_grad else None
-
-
-def _shards(
-    draft: Tensor, target: Tensor, index: Tensor, scale: Tensor, temperature: float, want_grad: bool, inputs: Inputs
-) -> tuple[Tensor, Tensor | None]:
-    """The same for one rank's columns; the ranks exchange their sums as in tv_overlap."""
-    pair = draft, target[index]
-    alpha, saved = overlap.forward(*pair, temperature, inputs.group, names=("draft_hidden", "target_hidden"))
-    if not want_grad:
-        return alpha, None
-    return alpha, overlap.backward(scale * temperature, *pair, saved, temperature, inputs.group)

@@ -48,7 +48,7 @@ def tv_overlap(
 def _overlap(
     draft_logits: Tensor, target_logits: Tensor, temperature: float, group: str, impl: str
 ) -> tuple[Tensor, Tensor]:
-    alpha, saved = load(impl, "overlap", draft_logits, target_logits).forward(
+    alpha, saved = load(impl, "overlap", draft_logits, target_logits, sharded=bool(group)).forward(
         draft_logits, target_logits, temperature, group_of(group)
     )
     return alpha, saved
@@ -71,7 +71,7 @@ def _overlap_backward(
     group: str,
     impl: str,
 ) -> Tensor:
-    grad: Tensor = load(impl, "overlap", draft_logits, target_logits).backward(
+    grad: Tensor = load(impl, "overlap", draft_logits, target_logits, sharded=bool(group)).backward(
         grad_alpha, draft_logits, target_logits, saved, temperature, group_of(group)
     )
     return grad
