@@ -55,7 +55,6 @@ def test_a_gain_within_the_margin_is_left_alone(gain, k):
 def test_gain_must_also_beat_the_plain_engine():
     (choice,) = choose({4: (1.04, 1.4)}, {4: 1.0}, (0.44,))  # 1.44 / 1.4 beats 1 / 1.04, not 1 / 1.0
     assert (choice.k, choice.pays) == (0, False)
-    assert choice.reason == "no draft promises 5% more than none: k = 0"
 
 
 def _of_speeds(speeds, plain=1.0):
@@ -67,10 +66,7 @@ def _of_speeds(speeds, plain=1.0):
 def test_fastest_k_is_chosen_if_k_0_is_slowest():
     (choice,) = choose(*_of_speeds((0.87, 1.031, 1.005, 0.952)), RATES)
     assert (choice.k, choice.pays) == (1, False)
-    assert choice.reason == (
-        "no draft promises 5% more than plain decoding, and k = 0 of the drafting engine is 13% below it: "
-        "k = 1, its fastest"
-    )
+    assert "13%" in choice.reason
     assert schedule(*_of_speeds((0.87, 1.031, 1.005, 0.952)), RATES) == {1: 1}
     (choice,) = choose(*_of_speeds((0.9, 0.8, 0.7, 0.6)), RATES)
     assert (choice.k, choice.pays) == (0, False)
@@ -83,12 +79,10 @@ def test_verdict_says_whether_and_why_to_speculate():
     (pays,) = choose(step_s, plain_s, RATES)
     (forced,) = choose(*_of_speeds((0.87, 1.031, 1.005, 0.952)), RATES)
     (none,) = choose(*_of_speeds((1.0, 0.9, 0.8, 0.7)), RATES)
-    assert pays.reason == "k = 2 promises 50% more than plain decoding"
-    assert verdict([pays, none], "1:2 2+:0") == "draft by 1:2 2+:0"
-    assert verdict([pays, forced], "1:2 2+:1") == f"draft by 1:2 2+:1; at batch 1 {forced.reason}"
-    nowhere = "speculation does not pay at any of these batch sizes"
-    assert verdict([none], "1+:0") == f"{nowhere}: k = 0, so set rollout.speculation=none"
-    assert verdict([forced, none], "1:1 2+:0").startswith(f"{nowhere}, so set rollout.speculation=none; an engine")
+    assert "1:2 2+:0" in verdict([pays, none], "1:2 2+:0")
+    assert forced.reason in verdict([pays, forced], "1:2 2+:1")
+    for nowhere in ([none], [forced, none]):
+        assert "set rollout.speculation=none" in verdict(nowhere, "1+:0")
 
 
 def test_step_times_between_measured_batch_sizes_are_interpolated():
