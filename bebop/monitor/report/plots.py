@@ -250,7 +250,8 @@ def _line(axes: Axes, name: str, slope: Slope, entropy: Array, colour: str) -> N
 def finished(axes: Axes, title: str, **labels: str) -> Figure:
     """The figure of a panel that is drawn: with its title, its axes' labels and a legend below."""
     axes.set(title=title, **labels)
-    figure: Any = axes.figure
+    figure = axes.get_figure(root=True)
+    assert figure is not None
     legend_below(figure)
     return figure
 
