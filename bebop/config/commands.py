@@ -7,7 +7,7 @@ below. An unknown key, a wrong value or contradictory keys raise an error of one
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -93,14 +93,11 @@ class SftConfig(Run):
     logger: Logger = Logger()
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> SftConfig:
+    def _heads_fit(self) -> Self:
         check_depth(self.rollout, self.sft.depth, "sft.depth")
         if self.data.path is None:  # the limits of a given text are its own
             check_lengths(self.rollout, self.data)
-        check_sampled(self.rollout, "sft")
-        check_temperatures(self.rollout.engine, [self.rollout.temperature], "rollout.temperature")
-        check_untruncated(self.rollout, "sft")
-        return self
+        return _check_distributions(self)
 
 
 class GrpoConfig(Run):
@@ -115,37 +112,14 @@ class GrpoConfig(Run):
     logger: Logger = Logger()
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> GrpoConfig:
-        check_sampled(self.rollout, "grpo")
-        check_temperatures(self.rollout.engine, [self.rollout.temperature], "rollout.temperature")
-        check_untruncated(self.rollout, "grpo")
-        check_tasks(self.data, "grpo")
+    def _prompts_have_tasks(self) -> Self:
+        check_tasks(self.data, _command(self))
         check_lengths(self.rollout, self.data)
-        return self
+        return _check_distributions(self)
 
 
-class DemoConfig(Run):
+class DemoConfig(GrpoConfig, SftConfig):
     """A tiny policy, its heads, GRPO and the report, on a CPU."""
-
-    model: Model
-    data: Data
-    loss: Loss
-    sft: Sft
-    rollout: RolloutSection
-    trainer: Trainer
-    grpo: Grpo
-    monitor: Monitor = Monitor()
-    logger: Logger = Logger()
-
-    @model_validator(mode="after")
-    def _sections_agree(self) -> DemoConfig:
-        check_depth(self.rollout, self.sft.depth, "sft.depth")
-        check_sampled(self.rollout, "demo")
-        check_temperatures(self.rollout.engine, [self.rollout.temperature], "rollout.temperature")
-        check_untruncated(self.rollout, "demo")
-        check_tasks(self.data, "demo")
-        check_lengths(self.rollout, self.data)
-        return self
 
 
 class EvalConfig(Run):
@@ -267,6 +241,18 @@ COMMANDS: dict[str, type[Run]] = {
     "report": ReportConfig,
     "monitor": MonitorConfig,
 }
+
+
+def _command(config: Run) -> str:
+    return next(name for name, model in COMMANDS.items() if model is type(config))
+
+
+def _check_distributions(config: Any) -> Any:
+    """Raise where the rollouts of a command that compares distributions are greedy or truncated."""
+    check_sampled(config.rollout, _command(config))
+    check_temperatures(config.rollout.engine, [config.rollout.temperature], "rollout.temperature")
+    check_untruncated(config.rollout, _command(config))
+    return config
 
 
 def check_tasks(data: Data, command: str) -> None:
