@@ -130,7 +130,7 @@ def test_the_engine_holds_the_checkpoints_tensors_and_takes_new_values(kind, dir
         assert engine.checksums().num_head_tensors > 0
 
 
-def test_tensors_that_no_engine_computes_with_are_in_checksums_and_updates(tmp_path):
+def test_unread_tensors_are_in_checksums_and_updates(tmp_path):
     """Further MTP layers, and the copies of embeddings and output matrix that GLM's checkpoints carry."""
 
     def two_layers(path, seed):
