@@ -17,7 +17,9 @@ holds zeros.
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -36,6 +38,8 @@ from bebop.policies import checks
 from bebop.policies.smollm2 import PACKAGE, find_smollm2, write_smollm2
 from bebop.store.caches import Content, Keys, Stamps, cached, versions
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
 
 def prepare_mapped(model: Model, seed: int, *, version: int, max_model_len: int | None = None) -> Path:
     """The policy's directory of `model` (name smollm2 or hf); see `bebop.policies.prepare_policy`."""
@@ -53,7 +57,7 @@ def prepare_mapped(model: Model, seed: int, *, version: int, max_model_len: int 
     raw, config = dict(reading.config), reading.text_config
     checks.check_positions(source, raw, max_model_len)
     if checks.stands(raw):
-        return source
+        return _readable(source, raw, version)
     checks.check_shape(source, config)
     raw = checks.without_window(source, raw, config, max_model_len)
     made = CopyInputs(Stamps(source), str(source), raw, of_model, seed, {}, version)
@@ -151,3 +155,43 @@ def _copy_weights(
         weight_map |= dict.fromkeys(held, file)
     if set(weight_map.values()) != {SINGLE}:
         write_index(directory, weight_map)
+
+
+def _readable(source: Path, raw: Mapping[str, Any], version: int) -> Path:
+    """`source` itself, or the same with a tokenizer that loads everywhere, for directories of earlier versions.
+
+    Those were made of Llama-shaped models under model_type qwen2, whose tokenizer class transformers 5.10 forces on
+    every tokenizer; an empty `auto_map` kept it off, and broke every load with trust_remote_code=True. Under MiMo's
+    own model_type, mimo, the same weights keep their tokenizer without it.
+    """
+    path = source / TOKENIZER_CONFIG
+    tokenizer = json.loads(path.read_text()) if path.is_file() else {}
+    if tokenizer.get("auto_map") != {"AutoTokenizer": [None, None]} or raw.get("model_type") != "qwen2":
+        return source
+    kept = {key: value for key, value in tokenizer.items() if key != "auto_map"}
+    changed = {"config.json": {**raw, "model_type": "mimo"}, TOKENIZER_CONFIG: kept}
+    return cached(source.name, LinkedInputs(Stamps(source), changed, version), _linked)
+
+
+@dataclass(frozen=True)
+class LinkedInputs:
+    """A directory, with other files of some names."""
+
+    source: Stamps
+    changed: Mapping[str, Any]
+    version: int
+
+
+def _linked(inputs: LinkedInputs, directory: Path) -> None:
+    for file in sorted(each for each in inputs.source.path.iterdir() if each.is_file()):
+        if file.name not in inputs.changed:
+            _link(file, directory / file.name)
+    for name, content in inputs.changed.items():
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _link(file: Path, to: Path) -> None:
+    try:
+        os.link(file, to)
+    except OSError:  # another file system
+        shutil.copy2(file, to)

@@ -1,6 +1,6 @@
-"""From logits to the sampled distribution: temperature, top-k and top-p, for draft and target.
+"""From logits to the sampled distribution: temperature, min-p, top-k and top-p, for draft and target.
 
-The order is vLLM's: temperature, then top-k, then top-p on the renormalised rest. Temperature 0 is a point
+The order is vLLM's: temperature, then min-p, then top-k, then top-p on the renormalised rest. Temperature 0 is a point
 mass at the largest logit (ties: lowest id). A batch may mix it with other temperatures.
 """
 
@@ -22,17 +22,21 @@ class SamplingFilters:
     logits' B, or if a row of logits has a NaN or no finite value. The message names the argument.
     """
 
-    def __init__(self, *, temperature: Setting = 1.0, top_k: Setting = 0, top_p: Setting = 1.0) -> None:
+    def __init__(
+        self, *, temperature: Setting = 1.0, top_k: Setting = 0, top_p: Setting = 1.0, min_p: Setting = 0.0
+    ) -> None:
         self.temperature = _setting("temperature", temperature, low=0.0)
         self._top_k = _setting("top_k", top_k, low=0)
         self._top_p = _setting("top_p", top_p, low=0.0, high=1.0, low_included=False)
+        self._min_p = _setting("min_p", min_p, low=0.0, high=1.0)
+        self._has_min_p = bool((self._min_p > 0).any())
         self._has_top = bool((self._top_k > 0).any() or (self._top_p < 1).any())
 
     def __call__(self, logits: Tensor) -> Tensor:
         """[B, ..., V] logits -> probabilities, see apply_sampling."""
         if not logits.is_floating_point() or logits.ndim == 0 or logits.shape[-1] == 0:
             raise BadInput(f"logits: got {logits.dtype} {list(logits.shape)}, expected floats [B, ..., V]")
-        for name in ("temperature", "_top_k", "_top_p"):
+        for name in ("temperature", "_top_k", "_top_p", "_min_p"):
             shape = getattr(self, name).shape
             if shape and (logits.ndim < 2 or shape[0] != logits.shape[0]):
                 got = f"{name.lstrip('_')}: got shape {list(shape)}"
@@ -52,6 +56,9 @@ class SamplingFilters:
         any_greedy = bool(greedy.any())
         divisor = torch.where(greedy, 1.0, temperature) if any_greedy else temperature
         probs = ((logits - top) / divisor).softmax(-1)
+        if self._has_min_p:
+            kept = probs >= _against(self._min_p, logits) * probs.amax(-1, keepdim=True)
+            probs = _renormalised(probs * kept)
         if self._has_top:
             top_k = self._top_k.to(logits.device).reshape(-1, *(1,) * (logits.ndim - 1))
             probs = _top(probs, top_k, _against(self._top_p, logits))
@@ -61,13 +68,20 @@ class SamplingFilters:
         return probs
 
 
-def apply_sampling(logits: Tensor, *, temperature: Setting = 1.0, top_k: Setting = 0, top_p: Setting = 1.0) -> Tensor:
+def apply_sampling(
+    logits: Tensor,
+    *,
+    temperature: Setting = 1.0,
+    top_k: Setting = 0,
+    top_p: Setting = 1.0,
+    min_p: Setting = 0.0,
+) -> Tensor:
     """[B, ..., V] logits -> probabilities of the same shape and dtype (half types: float32).
 
-    top_k 0: off; top_k keeps exactly k ids, ties by lowest id. top_p keeps the fewest ids whose mass reaches it. Raises
-    ValueError as SamplingFilters does.
+    top_k 0: off; top_k keeps exactly k ids, ties by lowest id. top_p keeps the fewest ids whose mass reaches it, min_p
+    those with at least min_p times the largest probability. Raises ValueError as SamplingFilters does.
     """
-    return SamplingFilters(temperature=temperature, top_k=top_k, top_p=top_p)(logits)
+    return SamplingFilters(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)(logits)
 
 
 def _top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from bebop.config import Data, Loss, Model, RolloutSection, Sft, SftConfig, Task
 from bebop.errors import BadInput
 from bebop.evaluate.stage import SampleInputs
 from bebop.mtp.content import PolicyContent
-from bebop.policies.mapped import CopyInputs
+from bebop.policies.mapped import CopyInputs, LinkedInputs
 from bebop.policies.tiny import TinyInputs
 from bebop.records import Sampling
 from bebop.sft.training import HeadInputs
@@ -106,6 +106,7 @@ def _variants(tmp_path: Path, policy: Path) -> dict[type, tuple[dict, dict]]:
         TextInputs: text,
         TinyInputs: tiny,
         CopyInputs: copy,
+        LinkedInputs: {"source": stamps, "changed": ({}, {"a": {}}), "version": (0, 1)},
         SampleInputs: sample,
         HiddenInputs: {"ids": ([[1]], [[2]]), "policy": ("a", "b"), "versions": text["versions"]},
         HeadInputs: {"policy": policies, "text": ("a", "b"), "seed": (0, 1), "config": ({"a": 1}, {"a": 2})},

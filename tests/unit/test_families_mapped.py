@@ -244,3 +244,27 @@ def test_a_tied_copy_of_the_embeddings_is_left_out(tmp_path, home):
     made = prepared(source)
     assert "lm_head.weight" not in Tensors(made)
     assert logits_differ(made, model) < 1e-5
+
+
+def test_policies_of_earlier_versions_load_with_and_without_remote_code(tmp_path, home):
+    """They were Llamas under model_type qwen2 whose tokenizer had an empty auto_map."""
+    from transformers import AutoTokenizer
+
+    source = random_checkpoint(tmp_path / "old")
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Lowercase"}  # which Qwen2Tokenizer has not
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    path = source / "tokenizer_config.json"
+    empty = {"tokenizer_class": "TokenizersBackend", "auto_map": {"AutoTokenizer": [None, None]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | empty))
+    text = "Now 12 +  3\n\n x"
+    expected = load_tokenizer(source).encode(text)
+    assert expected != load_tokenizer(random_checkpoint(tmp_path / "new")).encode(text)
+
+    made = prepared(source)
+    assert made != source and made == prepared(source)
+    for trusted in (True, False):
+        assert AutoTokenizer.from_pretrained(made, trust_remote_code=trusted).encode(text) == expected
+    assert all(torch.equal(Tensors(made)[name], tensor) for name, tensor in Tensors(source).items())
+    assert load_heads(made) is not None and load_backbone(made, dtype=torch.float32) is not None
+    assert prepared(made) == made

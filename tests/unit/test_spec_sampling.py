@@ -12,12 +12,12 @@ def logits_of(*probs: float) -> torch.Tensor:
     return torch.tensor(probs, dtype=torch.float64).log()
 
 
-def test_filters_bind_every_position_draft_and_verified_alike():
-    """top_k 2 on [.6, .3, .08, .02] allows {0, 1}."""
+def test_min_p_binds_every_position_draft_and_verified_alike():
+    """min_p .2 on [.6, .3, .08, .02] allows {0, 1}."""
     logits = logits_of(0.6, 0.3, 0.08, 0.02)
     expected = torch.tensor([2 / 3, 1 / 3, 0, 0], dtype=torch.float64)
     for shape in ((4,), (3, 4), (3, 5, 4)):
-        found = apply_sampling(logits.expand(shape), top_k=2)
+        found = apply_sampling(logits.expand(shape), min_p=0.2)
         torch.testing.assert_close(found, expected.expand(shape))
 
 
@@ -47,6 +47,7 @@ def test_settings_of_each_request_hold_in_a_mixed_batch():
         "temperature": torch.tensor([0.0, 0.5, 1.0, 0.0, 2.0, 0.01], dtype=torch.float64),
         "top_k": torch.tensor([0, 3, 0, 1, 5, 0]),
         "top_p": torch.tensor([1.0, 1.0, 0.7, 0.5, 0.9, 1.0], dtype=torch.float64),
+        "min_p": torch.tensor([0.0, 0.0, 0.1, 0.0, 0.0, 0.3], dtype=torch.float64),
     }
     together = apply_sampling(logits, **settings)
     torch.testing.assert_close(together.sum(-1), torch.ones(6, 3, dtype=torch.float64))
@@ -94,6 +95,7 @@ def test_probabilities_are_at_the_sampling_temperature(temperature, expected):
         ({"temperature": float("nan")}, "temperature: got nan"),
         ({"top_p": 0.0}, r"top_p: got 0.0, expected a value in \(0.0, 1.0\]"),
         ({"top_p": 1.1}, "top_p: got 1.1"),
+        ({"min_p": -1.0}, "min_p: got -1.0"),
         ({"top_k": -1}, "top_k: got -1"),
         ({"top_k": 0.9}, "top_k: got 0.9, expected whole numbers"),
         ({"temperature": torch.ones(3)}, r"temperature: got shape \[3\], expected a number or one per request"),

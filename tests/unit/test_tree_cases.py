@@ -43,14 +43,14 @@ def test_every_tree_id_has_mass_with_a_zero_tail(vocabulary, method):
 
 
 @pytest.mark.parametrize("method", ["topk", "rheo", "rrsw"])
-def test_a_filter_binds_every_token_that_a_tree_emits(method):
-    """top_k 2 on [.6, .3, .08, .02] allows {0, 1}; some of the drafted nodes are others, none of them is emitted."""
+def test_min_p_binds_every_token_that_a_tree_emits(method):
+    """min_p .2 on [.6, .3, .08, .02] allows {0, 1}; some of the drafted nodes are others, none of them is emitted."""
     num = 500
     logits = torch.tensor([0.6, 0.3, 0.08, 0.02], dtype=torch.float64).log().expand(num, -1)
     draws = requests(num)
-    trees = grown(TreeSpec(method, 4, 3, 40, 1), draws, logits, temperature=1.0, top_k=2)
+    trees = grown(TreeSpec(method, 4, 3, 40, 1), draws, logits, temperature=1.0, min_p=0.2)
     assert bool((trees.tokens > 1).any()), "fills are chosen by q without filters"
-    target = apply_sampling(logits, top_k=2)
+    target = apply_sampling(logits, min_p=0.2)
     result = verify_trees(trees, lambda at: target, draws=draws)
     assert {0, 1} <= set(result.tokens.unique().tolist()) <= {-1, 0, 1}
 

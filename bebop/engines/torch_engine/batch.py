@@ -117,8 +117,7 @@ class Rounds:
             draws = RoundDraws(self._streams(requests), self.drafter.sizes())
         draft = self.drafter.draft(anchors, settings, draws, self.head_cache)
 
-        logits, hidden = target_pass(self.policy, self.cache, draft, anchors, last)
-        broken = self._broken(hidden, logits, anchors.lengths - 1)
+        logits, hidden, broken = self._target(draft, anchors, last)
         if draft.bad is not None:
             broken |= _named(draft.bad, f"{HEAD_BROKEN} after a draft token")
         at_once = logits.shape[1] if self.drafter.spec is None else 1  # a tree is verified row by row
@@ -130,6 +129,11 @@ class Rounds:
         if self.head_cache is not None:
             broken = self._extend_head(anchors, verified, hidden) | broken
         return self._emit(draft, verified, logprobs, broken, version)
+
+    def _target(self, draft: Draft, anchors: Anchors, last: Tensor) -> tuple[Tensor, Tensor, dict[int, str]]:
+        """Logits [B, N+1, V] and hidden states [B, N+1, S] of the pass, and errors by slot."""
+        logits, hidden = target_pass(self.policy, self.cache, draft, anchors, last)
+        return logits, hidden, self._broken(hidden, logits, anchors.lengths - 1)
 
     def _prefill(self, group: list[Request], first: int, version: int | None) -> dict[int, Finished]:
         """Fill slots first, first + 1, ... with texts of similar length.
@@ -304,21 +308,25 @@ def target_pass(policy: Policy, cache: Cache, draft: Draft, anchors: Anchors, la
     return policy.logits(hidden), hidden
 
 
-def make_caches(
-    policy: Policy, drafter: Drafter, max_model_len: int, num_slots: int, device: torch.device | None = None
-) -> tuple[Cache, Cache | None]:
+def make_caches(policy: Policy, drafter: Drafter, max_model_len: int, num_slots: int) -> tuple[Cache, Cache | None]:
     """Caches of the backbone and of the head, with room for a draft after the longest text."""
-    shape = policy.cache_shape() | {"num_slots": num_slots, "dtype": policy.dtype, "device": device or policy.device}
-    columns = max_model_len + drafter.max_nodes + 1
-    head_columns = max_model_len + max(drafter.max_own_columns, drafter.depth + 1)
+    shape = policy.cache_shape() | {"num_slots": num_slots, "dtype": policy.dtype, "device": policy.device}
+    columns, head_columns = _columns(drafter, max_model_len)
     cache = Cache(num_layers=policy.config.num_hidden_layers, num_columns=columns, **shape)
     return cache, Cache(num_layers=1, num_columns=head_columns, **shape) if policy.head is not None else None
 
 
 def slot_bytes(policy: Policy, drafter: Drafter, max_model_len: int) -> int:
     """Memory of one slot of both caches."""
-    caches = make_caches(policy, drafter, max_model_len, 1, torch.device("meta"))
-    return sum(cache.bytes for cache in caches if cache is not None)
+    columns, head_columns = _columns(drafter, max_model_len)
+    total = policy.config.num_hidden_layers * columns + (head_columns if policy.head is not None else 0)
+    width = policy.cache_shape()["num_kv_heads"] * policy.cache_shape()["head_dim"]
+    return 2 * total * width * policy.dtype.itemsize
+
+
+def _columns(drafter: Drafter, max_model_len: int) -> tuple[int, int]:
+    own = max(drafter.max_own_columns, drafter.depth + 1)
+    return max_model_len + drafter.max_nodes + 1, max_model_len + own
 
 
 def _groups(requests: list[Request]) -> list[list[Request]]:

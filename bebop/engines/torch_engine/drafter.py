@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -67,6 +68,23 @@ class Verified:
         return torch.nn.functional.pad((self.path + 1).clamp(min=0), (1, 0))
 
 
+class Draft(Protocol):
+    """Nodes of B requests, and how to verify them. tokens, depths [B, N]: padded with token -1 and depth 0.
+
+    bad: bool [B], requests whose states were not finite at some depth and were set to 0 there; None: not drafted.
+    """
+
+    tokens: Tensor
+    depths: Tensor
+    bad: Tensor | None
+
+    def seen(self) -> Tensor:
+        """bool [B, N, N]: the nodes that each node attends to: itself and its ancestors."""
+
+    def verify(self, logits: Tensor, settings: Settings, draws: Uniforms) -> Verified:
+        """logits [B, N+1, V] of the target, row 0 after the root."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """Sampling settings of B requests; filters only if a request uses them."""
@@ -81,10 +99,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain of K draft tokens; K = 0 is plain decoding. probs [B, K, V]: their distributions; None: argmax drafts.
-
-    bad: bool [B], requests whose states were not finite at some depth and were set to 0 there; None: not drafted.
-    """
+    """A chain of K draft tokens; K = 0 is plain decoding. probs [B, K, V]: their distributions; None: argmax drafts."""
 
     tokens: Tensor
     depths: Tensor
@@ -93,14 +108,12 @@ class Chain:
     bad: Tensor | None = None
 
     def seen(self) -> Tensor:
-        """bool [B, N, N]: the nodes that each node attends to: itself and its ancestors."""
         size = self.tokens.shape[1]
         return (
             torch.ones(size, size, dtype=torch.bool, device=self.tokens.device).tril().expand(len(self.tokens), -1, -1)
         )
 
     def verify(self, logits: Tensor, settings: Settings, draws: Uniforms) -> Verified:
-        """logits [B, N+1, V] of the target, row 0 after the root."""
         target = settings.sampling(logits)
         result = verify_chain(target, self.probs, self.tokens, rule=self.rule, draws=draws)
         place = torch.arange(self.tokens.shape[1], device=logits.device)
@@ -111,7 +124,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Tree:
-    """Draft trees of bebop.spec, as Chain: nodes are padded with token -1 and depth 0."""
+    """Draft trees of bebop.spec."""
 
     trees: TreeBatch
     bad: Tensor | None = None
@@ -139,9 +152,6 @@ class Tree:
         tokens, path = result.tokens[:, : len(rows)], result.path[:, : len(rows) - 1]
         chosen = [p.gather(1, t.clamp(min=0)) for p, t in zip(rows, tokens.split(1, dim=1), strict=True)]
         return Verified(tokens, path, torch.cat(chosen, dim=1))
-
-
-Draft = Chain | Tree
 
 
 class Drafter:

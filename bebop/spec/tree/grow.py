@@ -98,7 +98,7 @@ class TreeGrower:
             grower.expand(heads(grower.frontier))       # logits [B, W, V]
         trees = grower.finish()
 
-    temperature and filters (top_k, top_p): the target's, one number or [B].
+    temperature and filters (top_k, top_p, min_p): the target's, one number or [B].
     """
 
     def __init__(
@@ -215,7 +215,7 @@ def grow_tree(
     """Draft the tree of one request, level by level, pruned to the budget.
 
     draft_fn: one tuple of token ids per node to expand, from below the root to the node -> the draft's logits [n, V]
-    after each. Called once per level, first with [()]. filters: the target's top_k, top_p.
+    after each. Called once per level, first with [()]. filters: the target's top_k, top_p, min_p.
     Raises ValueError, which names the argument, as TreeGrower does.
     """
     grower = TreeGrower(spec, Streams.from_generator(generator, 1), temperature=temperature, **filters)

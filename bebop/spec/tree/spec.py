@@ -95,9 +95,17 @@ class TreeBatch:
     def row(self, index: int) -> DraftTree:
         """The tree of one request, without padding."""
         size = int((self.tokens[index] >= 0).sum())
-        ends = {"family": size + 1, "support_ids": None, "probe_probs": None}
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return DraftTree(self.method, **{name: value[index, : ends.get(name, size)] for name, value in tensors.items()})
+        return DraftTree(
+            method=self.method,
+            tokens=self.tokens[index, :size],
+            parents=self.parents[index, :size],
+            depths=self.depths[index, :size],
+            is_probe=self.is_probe[index, :size],
+            scores=self.scores[index, :size],
+            family=self.family[index, : size + 1],
+            support_ids=self.support_ids[index],
+            probe_probs=self.probe_probs[index],
+        )
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,11 @@ class TreesResult:
     num_accepted: Tensor
     path: Tensor
 
+    @property
+    def rows(self) -> Tensor:
+        """long [B, D+1]: the target row that each token was sampled from; 0, the root's, after the last one."""
+        return torch.nn.functional.pad(self.path + 1, (1, 0))
+
 
 @dataclass(frozen=True)
 class NodeLaw:
