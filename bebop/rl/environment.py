@@ -33,7 +33,6 @@ def verl_environment(run: Path | str, *, on_cpu: bool, base: Mapping[str, str] |
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else Ray replaces 127.0.0.1 by the machine's own address
-        "RAY_raylet_start_wait_time_s": "180",  # Ray gives up after 30 s, which a busy machine exceeds
         "GLOO_SOCKET_IFNAME": "lo",
         "RAY_worker_niceness": "0",  # with Ray's 15, any other process on the machine starves the run
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -16,6 +16,7 @@ from bebop.backbone.hidden_states import HiddenStates
 from bebop.config import Model
 from bebop.data.batches import pack_rows
 from bebop.data.self_distill import TextRow
+from bebop.data.tokenizer import write_tiny_tokenizer
 from bebop.errors import ConfigError
 from bebop.mtp import draft_hidden, load_heads
 from bebop.policies.random_family import family_config, write_random_family
@@ -34,7 +35,7 @@ def policy(tmp_path_factory):
     directory = tmp_path_factory.mktemp("qwen")
     config = family_config(
         "qwen3_5_text",
-        vocab_size=VOCAB,
+        vocab_size=write_tiny_tokenizer(directory),
         hidden_size=64,
         num_layers=2,
         num_heads=2,
@@ -105,7 +106,7 @@ def test_wrong_package_version_is_refused_with_the_right_one(monkeypatch):
 def test_a_policy_that_only_one_side_trains_is_refused(tmp_path):
     config = family_config(
         "glm4_moe",
-        vocab_size=VOCAB,
+        vocab_size=write_tiny_tokenizer(tmp_path),
         hidden_size=64,
         num_layers=2,
         num_heads=2,

@@ -102,15 +102,6 @@ def no_tokenizer(path):
         file.unlink()
 
 
-def other_end(path):
-    change(path / "config.json", eos_token_id=7)
-
-
-def other_end_of_generation(path):
-    change(path / "config.json", eos_token_id=7)
-    change(path / "generation_config.json", eos_token_id=[7, 9])
-
-
 def missing_shard(path):
     two_saves(path)
     (path / SINGLE).unlink()
@@ -161,8 +152,6 @@ REFUSED = {
     falsely_tied: "tie_word_embeddings=true, but lm_head.weight differs",
     large_tokenizer: "its tokenizer has ids up to 423, the model has 415 embeddings",
     no_tokenizer: "no tokenizer can be read",
-    other_end: r"config\.json at \[7\], generation_config\.json at \[411\], the tokenizer at \[411\]",
-    other_end_of_generation: r"generation_config\.json at \[7, 9\], the tokenizer at \[411\]",
     missing_shard: "model-00001-of-00001.safetensors, which is not there",
     torn: f"{SINGLE} cannot be read",
     torn_config: "not JSON",
@@ -229,6 +218,16 @@ def test_what_is_not_refused_is_one_policy_to_every_reader(policy, change_it):
         found["torch"] = by_engine("torch", policy, ids)
     rows = list(compare(found, 1e-4))
     assert all(row.passed for row in rows), rows
+
+
+def test_a_text_ends_where_vllm_ends_it(policy, capsys):
+    change(policy / "config.json", eos_token_id=7)  # which generation_config.json overrides
+    assert read_policy(policy).end_ids == {411} and not capsys.readouterr().err
+    change(policy / "generation_config.json", eos_token_id=[7, 9])
+    assert read_policy(policy).end_ids == {7, 9, 411}
+    assert "ends at any of the ids [7, 9, 411]" in capsys.readouterr().err
+    (policy / "generation_config.json").unlink()
+    assert read_policy(policy).end_ids == {7, 411}
 
 
 def test_weights_that_are_not_finite_are_refused_by_every_loader(policy):

@@ -150,5 +150,5 @@ def test_tv_losses_warm_up_on_cold_heads_alone(name, cold, warmup):
     assert loss.warmup == warmup
     assert loss_at(0, 10, loss) == (warmup or name)
     assert resolve_warmup(Loss(name=name, warmup="kl"), cold=cold).warmup == "kl"
-    with pytest.raises(ValueError, match=r"loss.warmup=auto"):
+    with pytest.raises(ValueError, match=r"loss\.warmup: got auto"):
         loss_at(0, 10, Loss(name=name))
