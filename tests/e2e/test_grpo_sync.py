@@ -7,16 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from grpo_runs import START_UP_S, check_served, config, finish, no_process_left, start, wait_for_phase, wait_for_step
+from grpo_runs import (
+    START_UP_S,
+    check_checkpoint,
+    check_served,
+    config,
+    finish,
+    no_process_left,
+    start,
+    wait_for_phase,
+    wait_for_step,
+)
 from safetensors.torch import load_file, save_file
 
-from bebop.config import RolloutSection
-from bebop.engines import make_engine
 from bebop.monitor import read_steps
-from bebop.mtp import checkpoint_checksums
 from bebop.policies import random_checkpoint
-from bebop.records import Sampling
-from bebop.rl import checkpoints
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -26,41 +31,22 @@ BUCKETS = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_meg
 DIVERGES = "actor_rollout_ref.actor.optim.weight_decay=3e41"
 
 
-def check_checkpoint(run_dir: Path, policy: Path) -> None:
-    """The last checkpoint is what the engine served last, loads in vLLM and transformers, and kept its heads."""
-    from transformers import AutoModelForCausalLM
-
-    saved, last = checkpoints.policy_dir(run_dir, STEPS), read_steps(run_dir)[-1]
-    held = checkpoint_checksums(saved)
-    assert (held.backbone, held.heads) == (last.backbone_checksum, last.heads_checksum_engine)
-    assert load_file(saved / "model.safetensors").keys() == load_file(policy / "model.safetensors").keys()
-    prompt, rollout = [7, 8, 9], RolloutSection(max_model_len=128, max_num_seqs=4, kv_cache_gib=0.25)
-    with make_engine(rollout, saved, seed=0, dtype="float32") as engine:
-        (answer,) = engine.generate([prompt], Sampling(temperature=0.0, max_tokens=8, ignore_eos=True))
-    model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0]
-    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == list(answer.token_ids)
-
-
-@pytest.mark.parametrize("engine", ["vllm", "torch"])
-def test_a_tied_policy_in_many_buckets_is_served_as_trained(tmp_path: Path, engine: str):
+def test_a_tied_policy_in_many_buckets_is_served_as_trained_on_trees(tmp_path: Path):
+    """On trees; test_smollm2.py has the same on vLLM."""
     policy = random_checkpoint(tmp_path / "policy", model_type="llama", tied=True, hidden_size=256, num_heads=4)
     tree = {"engine": "torch", "tree": "rheo", "tree_width": 3, "tree_depth": 4, "tree_budget": 10}
-    mode, rollout = ("sync", tree) if engine == "torch" else ("colocate_async", {})
-    values = config(mode, rollout=rollout, verl=(BUCKETS,), steps=STEPS, save_every=STEPS)
-    finish(start(values, tmp_path / "run", policy))
+    finish(
+        start(config("sync", rollout=tree, verl=(BUCKETS,), steps=STEPS, save_every=STEPS), tmp_path / "run", policy)
+    )
     assert no_process_left(tmp_path / "run", within_s=0)
     check_served(read_steps(tmp_path / "run"), STEPS)
-    if engine == "vllm":
-        check_checkpoint(tmp_path / "run", policy)
 
 
 def test_native_heads_and_stacked_experts_are_served_as_trained(tmp_path: Path):
     policy = random_checkpoint(tmp_path / "policy", model_type="glm4_moe", num_heads=4)
     finish(start(config("sync", steps=STEPS, save_every=STEPS), tmp_path / "run", policy))
     check_served(read_steps(tmp_path / "run"), STEPS)
-    check_checkpoint(tmp_path / "run", policy)
+    check_checkpoint(tmp_path / "run", policy, STEPS)
 
 
 @pytest.mark.parametrize(("engine", "first"), [("vllm", True), ("vllm", False), ("torch", False)])

@@ -13,10 +13,15 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from bebop.config import RolloutSection
+from bebop.engines import make_engine
 from bebop.monitor import read_steps
+from bebop.mtp import checkpoint_checksums
 from bebop.processes import marked
-from bebop.records import StepRecord
+from bebop.records import Sampling, StepRecord
+from bebop.rl import checkpoints
 
 START_UP_S = 400.0
 REWARD = Path(__file__).parents[2] / "recipes" / "families" / "reward.py"
@@ -107,3 +112,21 @@ def check_served(records: list[StepRecord], steps: int) -> None:
         assert record.counts.num_drafts > 0 and record.acceptance_length > 1
     assert len({record.backbone_checksum for record in records}) == steps  # the policy moved at every step
     assert len({record.heads_checksum_engine for record in records}) == 1  # its frozen heads did not
+
+
+def check_checkpoint(run_dir: Path, policy: Path, step: int) -> None:
+    """The last checkpoint is what the engine served last, loads in vLLM and transformers, and kept its heads."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    saved, last = checkpoints.policy_dir(run_dir, step), read_steps(run_dir)[-1]
+    held = checkpoint_checksums(saved)
+    assert (held.backbone, held.heads) == (last.backbone_checksum, last.heads_checksum_engine)
+    assert load_file(saved / "model.safetensors").keys() == load_file(policy / "model.safetensors").keys()
+    prompt, rollout = [7, 8, 9], RolloutSection(max_model_len=128, max_num_seqs=4, kv_cache_gib=0.25)
+    with make_engine(rollout, saved, seed=0, dtype="float32") as engine:
+        (answer,) = engine.generate([prompt], Sampling(temperature=0.0, max_tokens=8, ignore_eos=True))
+    model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0]
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == list(answer.token_ids)
