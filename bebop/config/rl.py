@@ -50,7 +50,7 @@ class Grpo(Section):
     # number of checkpoints to keep
     keep_checkpoints: int = Field(2, ge=1)
     # largest difference between rollout and trainer probabilities of on-policy samples; the run stops beyond it.
-    # null: 1e-5 in float32 and 0.1 in bfloat16 on a CPU, 0.01 and 0.5 on a GPU
+    # null: 1e-4 in float32 and 0.1 in bfloat16 on a CPU, 0.01 and 0.5 on a GPU
     probs_diff_limit: float | None = Field(None, gt=0)
     # the run stops if the engine or a worker gives no sign of life for this many seconds
     watchdog_s: float = Field(60.0, gt=0, le=1e6)

@@ -92,6 +92,7 @@ def test_heads_serve_grpo_that_is_killed_and_resumed(tmp_path: Path, monkeypatch
     assert no_process_left(run_dir, within_s=20)
     finish(start(run, run_dir, heads))
     assert no_process_left(run_dir, within_s=0)
-    check_served(read_steps(run_dir), steps)
+    # transformers itself differs by 1.05e-5 between its attentions, over these 30 layers
+    check_served(read_steps(run_dir), steps, rounding=2e-5)
     check_checkpoint(run_dir, heads, steps)
     assert "acceptance" in (run_dir / "report.html").read_text().lower()

@@ -50,8 +50,8 @@ LORA = {  # verl's key -> the value that means no adapter; heads are not trained
 }
 # Largest |p_trainer - p_rollout| of on-policy samples, by the engine's data type. The values for GPUs are guesses that
 # only catch another policy: they have not been measured. vLLM's attention multiplies float32 as TF32 there, and among
-# many bfloat16 tokens a few are far off.
-PROBS_DIFF_LIMIT = {"float32": 1e-5, "bfloat16": 0.1}
+# many bfloat16 tokens a few are far off. On a CPU, float32 rounding reaches 1e-5 over the 30 layers of SmolLM2.
+PROBS_DIFF_LIMIT = {"float32": 1e-4, "bfloat16": 0.1}
 PROBS_DIFF_LIMIT_GPU = {"float32": 1e-2, "bfloat16": 0.5}
 
 
