@@ -81,7 +81,7 @@ def test_killed_run_repeats_and_skips_no_prompt(killed_and_resumed: Path):
     assert sorted(prompt for prompts in trained for prompt in prompts) == sorted(wanted)
 
 
-def test_checkpoint_is_a_policy_with_its_heads_that_vllm_loads(killed_and_resumed: Path, tiny_random: Path):
+def test_checkpoint_is_a_policy_with_its_heads_that_vllm_loads(killed_and_resumed: Path):
     from bebop.config import RolloutSection
     from bebop.engines import make_engine
     from bebop.mtp import checkpoint_checksums
@@ -91,7 +91,7 @@ def test_checkpoint_is_a_policy_with_its_heads_that_vllm_loads(killed_and_resume
     last = read_steps(killed_and_resumed)[-1]
     held = checkpoint_checksums(policy)
     assert (held.backbone, held.heads) == (last.backbone_checksum, last.heads_checksum_engine)
-    assert held.heads == checkpoint_checksums(tiny_random).heads
+    assert held.heads == checkpoint_checksums(killed_and_resumed.with_name("policy")).heads
     rollout = RolloutSection(max_model_len=128, max_num_seqs=4, kv_cache_gib=0.25)
     with make_engine(rollout, policy, seed=0, dtype="float32") as engine:
         (answer,) = engine.generate([[1, 2, 3]], Sampling(max_tokens=8))

@@ -1,12 +1,12 @@
 """The real training on a random policy and given text: DeepSpeed in processes of its own, killed and resumed."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,19 +28,22 @@ SFT = Sft(steps=24, grad_accum=2, batch_tokens=256, eval_every=12, save_every=8,
 
 
 @pytest.fixture(scope="module")
-def config(tiny_random, tmp_path_factory) -> SftConfig:
+def config(tiny_random, tmp_path_factory) -> Iterator[SftConfig]:
     """Sums of uneven length as given text; 2 micro-batches a step."""
     folder = tmp_path_factory.mktemp("given")
-    os.environ["BEBOP_HOME"] = str(folder / "home")
     sums = [f"Calculate {' + '.join(str(a * b % 97) for b in range(2, 4 + a % 9))}\nAnswer: {a}" for a in range(60)]
     parquet.write_table(pa.table({"text": sums}), folder / "sums.parquet")
-    return SftConfig(
+    made = SftConfig(
         model=Model(name="hf", path=tiny_random),
         data=Data(source="parquet", path=folder / "sums.parquet", tasks=[Task(name="chain_sum")], num_heldout=12),
         loss=Loss(name="e2e_tv", warmup="kl", warmup_share=0.25),
         sft=SFT,
         rollout=RolloutSection(),
     )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BEBOP_HOME", str(folder / "home"))
+        patch.setenv("OMP_NUM_THREADS", "1")  # the order of sums, and so the last bit, follows the number of threads
+        yield made
 
 
 @pytest.fixture(scope="module")

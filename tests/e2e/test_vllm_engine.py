@@ -214,7 +214,7 @@ def test_abort_returns_what_there_is_and_keep_continues_it(fresh):
 
 
 def test_block_verification_is_refused_before_the_engine_starts(policies):
-    with pytest.raises(EngineRefused, match=r"rollout\.rule=block"):
+    with pytest.raises(EngineRefused, match=r"rollout\.rule: got block"):
         make_engine(RolloutSection(rule="block", **LIMITS), policies[0])
 
 

@@ -182,3 +182,27 @@ def test_cpu_is_a_verl_platform_and_patches_are_applied():
     with pytest.raises(ValueError, match=r"[Dd]uplicate"):
         torch.distributed.distributed_c10d.BackendConfig(torch.distributed.Backend(backend))
     assert hasattr(distributed.initialize_global_process_group_ray, "_bebop_patch")
+
+
+def test_a_node_of_ray_that_starts_slowly_is_waited_for(monkeypatch):
+    from ray._private import services
+
+    from bebop.rl.verl.patches import wait_for_ray
+
+    asked = []
+
+    def get_node(gcs_address, node_id):
+        asked.append(node_id)
+        if len(asked) < 3:
+            raise RuntimeError("not there")
+        return {"labels": {}}
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    wait_for_ray()
+    assert services.get_node("127.0.0.1:1", "a") == {"labels": {}} and asked == ["a"] * 3
+
+    asked.clear()
+    monkeypatch.setattr(services, "get_node", get_node)
+    wait_for_ray(seconds=0)
+    with pytest.raises(RuntimeError, match="not there"):
+        services.get_node("127.0.0.1:1", "a")

