@@ -104,8 +104,10 @@ case "$command" in
   setup) setup ;;
   test)
     setup
-    if [ "${1:-}" = quick ]; then shift; exec .venv/bin/python -m pytest -m "not e2e" "$@"; fi
-    exec .venv/bin/python -m pytest "$@"
+    # Two test files at a time, since most of their seconds are start-ups, which use one core; -n0: one at a time.
+    options=(-n 2 --dist loadgroup --no-loadscope-reorder)
+    if [ "${1:-}" = quick ]; then shift; options+=(-m "not e2e"); fi
+    exec .venv/bin/python -m pytest "${options[@]}" "$@"
     ;;
   demo | sft | grpo | eval | bench | report | monitor | doctor)
     setup

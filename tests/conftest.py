@@ -13,6 +13,19 @@ os.environ.setdefault("WANDB_MODE", "offline")
 ROOT = Path(__file__).resolve().parent.parent
 
 
+# Their tests start runs of GRPO, each of which fills two cores with processes.
+GRPO = {"test_any_path", "test_grpo", "test_grpo_sync", "test_grpo_torch", "test_main_ppo", "test_smollm2"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under xdist a file's tests run in one process; runs of GRPO come first, one after the other."""
+    items.sort(key=lambda item: item.path.stem not in GRPO)
+    for item in items:
+        group = "grpo" if item.path.stem in GRPO else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def repo() -> Path:
     """Root of the checkout."""
