@@ -52,11 +52,13 @@ class Grpo(Section):
     # largest difference between rollout and trainer probabilities of on-policy samples; the run stops beyond it.
     # null: 1e-4 in float32 and 0.1 in bfloat16 on a CPU, 0.01 and 0.5 on a GPU
     probs_diff_limit: float | None = Field(None, gt=0)
-    # the run stops if the engine or a worker gives no sign of life for this many seconds
+    # the run stops if a rollout server or agent loop does not answer for this many seconds. Trainer workers and reward
+    # actors may be busy longer, and stop the run only if Ray reports them dead
     watchdog_s: float = Field(60.0, gt=0, le=1e6)
     # a reward function of your own, `module:name` or `path/to/file.py:name`, called with verl's arguments
     # (data_source, solution_str, ground_truth, extra_info). null: the verifiers of data.tasks. Rewards are computed in
-    # a box: a process without network and files, with limits on time and memory
+    # the box: a process with limits on time and memory, which cannot use the network, start processes, or read files
+    # other than the installed Python packages and the function's own code
     reward_function: str | None = None
     # false: your reward function may use network, files and environment, for example to call a judge; the limits on
     # time and memory stay
@@ -82,7 +84,7 @@ class Grpo(Section):
 class Monitor(Section):
     # the decomposition fits its slope to this many steps from the start
     early_steps: int = Field(20, ge=3)
-    # smallest number of steps for a slope or a decision; with fewer they are "undetermined"
+    # smallest number of steps for a decision; with fewer it is "undetermined". A slope needs 4 steps
     min_steps: int = Field(8, ge=4)
     # smallest loss of acceptance length by mismatch, in tokens per target forward, at which updating the heads pays
     min_mismatch: float = Field(0.05, ge=0)
