@@ -4,7 +4,8 @@
     child:  end_with_parent(); try: ... except BaseException as error: ErrorFile(path).write(error); leave(1)
     parent: raise SftError(ErrorFile(path).message(code, "above"))
 
-Linux only where it says so; elsewhere `end_with_parent` compares process ids once and `marked` finds nothing.
+Two functions need Linux. On other systems, `end_with_parent` only checks once, when it is called, that the parent is
+still there, and `marked` finds nothing.
 """
 
 from __future__ import annotations

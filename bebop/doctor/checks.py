@@ -101,8 +101,8 @@ def check_engine(config: DoctorConfig, work_dir: Path) -> Iterator[Row]:
 def _lossless(
     engine: RolloutEngine, policy: Path, temperature: float, config: DoctorConfig, name: str, seeded: bool = False
 ) -> Row:
-    """Chi-square test of samples against the exact joint. A p-value below the limit fails only if new samples repeat
-    it."""
+    """Chi-square test of samples against their exact joint distribution. If the p-value is below the limit, the test is
+    repeated once with new samples, and the second p-value counts. An AL of 1 fails too: nothing was accepted."""
     wanted = exact.joint(policy, PROMPT, temperature)
     for attempt in (1, 2):
         seeds = [config.seed + attempt * config.doctor.num_requests + i for i in range(config.doctor.num_requests)]

@@ -41,8 +41,9 @@ class EngineInfo:
 
     make: (rollout, policy_dir, seed=, dtype=) -> a running engine. check: (rollout, reading) -> None, raises
     EngineRefused for a policy that the engine does not support, before anything is loaded.
-    trees, draft_schedules: whether it supports `rollout.tree` and `rollout.draft_schedule`. rules: the acceptance rules
-    that it supports; None: all registered rules.
+    trees, draft_schedules: whether it supports `rollout.tree` and `rollout.draft_schedule`. rules: names of the
+    acceptance rules that it serves; None: every registered rule. vLLM serves those in SERVED_RULES, the torch engine
+    all.
     verl_server: module that registers the engine's server with verl, under the engine's name; None: not for grpo.
     """
 

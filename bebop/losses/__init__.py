@@ -1,4 +1,7 @@
-"""Losses of the heads over bebop_kernels: the end-to-end TV loss and the baselines it is compared with."""
+"""Losses of the heads, computed by bebop_kernels: the end-to-end TV loss and the baselines it is compared with.
+
+bebop.losses.acceptance has the end-to-end TV loss (Bebop eq. 13), bebop.losses.divergences the losses of whole rows.
+"""
 
 import bebop.losses.divergences  # noqa: F401  (registers its losses)
 from bebop.losses.acceptance import ExpectedAcceptance, e2e_tv, expected_acceptance, mean_with_error

@@ -74,5 +74,5 @@ def _check_labels(labels: Tensor, target_index: Tensor, vocab_size: int) -> None
     if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= vocab_size):
         raise BadInput(
             f"labels: values {int(labels.min())}..{int(labels.max())}, expected token ids in [0, {vocab_size}); "
-            "anchors whose horizon is not supervised must be dropped before"
+            "drop anchors of which any depth has no label (-100)"
         )

@@ -42,7 +42,8 @@ class HeadLoss:
 
     def __post_init__(self) -> None:
         if (self.of_overlap is None) == (self.of_rows is None):
-            raise BadInput("HeadLoss: expected of_overlap or of_rows, one of them")
+            given = "neither" if self.of_rows is None else "both"
+            raise BadInput(f"HeadLoss: got {given} of of_overlap and of_rows, expected exactly one of them")
 
     def check_section(self, loss: Loss, key: str, name: str) -> None:
         """Raise BadInput if the section sets a key that this loss does not support; `key` is the loss's config key."""

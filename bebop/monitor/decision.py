@@ -1,9 +1,15 @@
 """Should the heads be updated online? (Bebop, sections on the entropy-acceptance slope and on online updates.)
 
-Yes, if the mismatch is significant and costs at least `min_mismatch`, the acceptance length that an update must pay
-for; also if the policy's entropy has left the range of the pre-RL data, where the heads were not trained.
-No, if the loss is smaller, or not significant although the data would have shown it.
-Undetermined, never no, if the data can't tell: too few steps, constant entropy, an interval that is too wide.
+Checked in this order; the first that applies decides:
+
+1. Undetermined if there are too few steps.
+2. Yes if the recent entropy has left the range of the pre-RL data, where the heads were not trained.
+3. Undetermined for drafts of mixed lengths or constant entropy.
+4. By the mismatch. A loss of `min_mismatch` in acceptance length is the smallest for which an update pays.
+   - Yes if the loss is significant and at least `min_mismatch`.
+   - No if it is significant but smaller, or if its interval rules out a loss of `min_mismatch`, or if the interval is
+     so narrow that such a loss would have been significant.
+   - Otherwise undetermined.
 """
 
 from __future__ import annotations
@@ -27,8 +33,8 @@ class MonitorState:
     entropy_range: smallest and largest entropy (nats) of the pre-RL data, as means over many tokens, like
         StepRecord.entropy_nats. None: not known; then the range plays no part.
     early_steps: steps on which the decomposition's line is fitted.
-    min_steps: fewest steps for a decision.
-    min_mismatch: acceptance length that a mismatch must cost before an update is worth it.
+    min_steps: smallest number of steps for a decision.
+    min_mismatch: smallest loss of acceptance length by mismatch for which an update pays.
     """
 
     history: Sequence[StepRecord]
@@ -114,18 +120,20 @@ def _by_mismatch(state: MonitorState, evidence: dict[str, Any], fewest: int, num
     first, last = parts.recent_steps
     said = f"mismatch over steps {first} to {last} is {interval} tokens per target forward"
     if mismatch.high < 0 and mismatch.value <= limit:
-        reason = f"{said}: significant, and at least {state.min_mismatch:g}, the loss from which an update pays"
+        reason = f"{said}: significant, and a loss of {state.min_mismatch:g} or more, so an update pays"
         return Decision(True, reason, evidence)
     if mismatch.high < 0 or mismatch.low > limit:
-        reason = f"{said}: a smaller loss than {state.min_mismatch:g}, from which an update pays"
+        reason = f"{said}: not a loss of {state.min_mismatch:g} or more, so an update would not pay"
         return Decision(False, reason, evidence)
     resolved = (mismatch.high - mismatch.low) / 2  # the smallest mismatch that would be significant
     if resolved <= state.min_mismatch:
-        reason = f"{said}: not significant, and a loss of {state.min_mismatch:g} would be"
+        reason = (
+            f"{said}: not significant, although the interval is narrow enough to show a loss of {state.min_mismatch:g}"
+        )
         return Decision(False, reason, evidence)
     reason = (
-        f"undetermined: {said}: too uncertain to see a loss of {state.min_mismatch:g}, from which an update pays; "
-        "more steps narrow the interval"
+        f"undetermined: {said}: too uncertain to tell: a loss of {state.min_mismatch:g}, the smallest for which an "
+        "update pays, would not show; more steps narrow the interval"
     )
     return Decision(None, reason, evidence)
 

@@ -109,7 +109,7 @@ def current(history: Sequence[StepRecord]) -> list[Drafted]:
 
 
 def slope_of(steps: Sequence[StepRecord | Drafted]) -> Slope:
-    """Slope of acceptance length over entropy, for steps of one definition. Raises BadInput on more."""
+    """Slope of acceptance length against entropy, for steps of one definition. Raises BadInput on more."""
     used = [d for s in steps for d in ([s] if isinstance(s, Drafted) else drafted([s]))]
     definitions = {step.definition for step in used}
     if len(definitions) > 1:

@@ -86,14 +86,15 @@ class Slope:
 
 
 def fit_slope(entropy: Any, acceptance: Any) -> Slope:
-    """Fit acceptance length over entropy. entropy [n] nats, acceptance [n]: numpy, torch or lists, in order of steps.
+    """Fit acceptance length against entropy. entropy [n] nats, acceptance [n]: numpy, torch or lists, in order of
+    steps.
 
     The slope is undetermined for fewer than 4 points, for values that are not finite (None counts as such), and for
     constant entropy. Raises BadInput if the two differ in shape.
     """
     h, y = _vector(entropy), _vector(acceptance)
     if h.shape != y.shape or h.ndim != 1:
-        raise BadInput(f"entropy, acceptance: got shapes {h.shape} and {y.shape} expected two equally long vectors")
+        raise BadInput(f"entropy, acceptance: got shapes {h.shape} and {y.shape}, expected two equally long vectors")
     n = len(h)
     if n < MIN_POINTS:
         return Slope(n, None, f"{n} points, a slope needs at least {MIN_POINTS}")

@@ -1,7 +1,7 @@
 """Weights & Biases as one more sink; the only place that imports wandb.
 
 Offline mode needs neither network nor key and never prompts; `close` prints the command that uploads the run. Besides
-curves over steps there is a chart of acceptance length over entropy, and a table with the definition of every key.
+curves over steps there is a chart of acceptance length against entropy, and a table with the definition of every key.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ batch size (`bebop.bench.rollout.planner`) and written to schedule.json, which `
 engine that follows the schedule is measured against the one without speculation. A `rollout.draft_schedule` in the
 config is measured as it is.
 
-Both engines run at once and take turns in every repetition, so that a machine that slows down slows both. A turn keeps
-one batch of requests in flight: the next starts when one ends, as in a rollout of more prompts than fit, TURN_BATCHES
-batches and TURN_TOKENS tokens at least, each to its own end or `data.max_response_tokens`. The median of the
-repetitions counts.
+Both engines are loaded at the same time and take turns in every repetition, so that a machine that slows down slows
+both. In a turn, one batch of requests is always running: when a request ends, the next one starts, as in a rollout with
+more prompts than fit into a batch. A turn has at least TURN_BATCHES batches of requests, and more if these have room
+for fewer than TURN_TOKENS tokens. A response ends by itself or at `data.max_response_tokens`. The reported speed is the
+median over the repetitions.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Scored acceptance of draft trees: at the same positions of the policy's own text, every variant's tree is grown and
 its expected acceptance taken in closed form (`bebop.spec.expected_accepted`).
 
-The engine's counters tell what happened in rounds of texts that part at the first difference; this tells what to expect
-of a round at a given position. Differences between variants are then paired by position, and differences of a few
-percent show after hundreds of rounds where counters need ten thousands.
+The engine's counters compare variants badly: two variants answer a prompt with different texts from the first token
+that differs. Here all variants are scored at the same positions, so their differences are paired by position. A
+difference of a few percent shows after hundreds of positions, and with counters only after tens of thousands of rounds.
 
 Policy, head, drafter and target pass are the torch engine's own: what is scored is what it serves. A text is read once;
 each of its anchors is a request that knows the text up to the token after the anchor.

@@ -1,7 +1,8 @@
 """bench tree: acceptance length and tokens per second of chains and draft trees, all on the torch engine.
 
-Every variant answers the same prompts with the same seeds. They take turns at each batch of prompts, in another order
-each time, so that a machine that slows down slows all. Responses end where they end.
+Every variant answers the same prompts with the same seeds. For each batch of prompts the variants run one after the
+other, in an order that changes from batch to batch, so that a machine that slows down slows all of them. Responses have
+no fixed length.
 
 Acceptance length is pooled, r = 1 + accepted / drafts over all rounds; a round is a target forward with a draft. Rounds
 of one text are alike, so its standard error counts prompts: prompt i moves r by d_i = (accepted_i - (r - 1) drafts_i) /

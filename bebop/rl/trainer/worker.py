@@ -1,8 +1,8 @@
 """The trainer's worker: verl's, with weight syncs and checkpoints that contain the heads.
 
-verl's FSDP actor loads a policy without its MTP tensors, so it would neither send nor save them. It also sends tied
-tensors twice, and experts one by one. Here `Outgoing` decides what is sent. The heads are frozen, so they are sent with
-the first sync only.
+verl's FSDP actor loads a policy without its MTP tensors, so verl's own worker would neither send nor save the heads. It
+would also send tied tensors twice, and experts one tensor each, even if the checkpoint stacks them. Here `Outgoing`
+decides what is sent: the backbone at each sync, and the heads with the first one only, since they are frozen.
 """
 
 from __future__ import annotations

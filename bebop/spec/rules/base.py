@@ -1,7 +1,8 @@
 """The interface of a chain rule: an object that verifies drafts and computes how many it accepts on average.
 
 To add a rule, write a subclass of ChainRule in a module beside `rejection.py` or in your own file, and register it in
-RULES. Config choices, engines, scorer, tables, plots and `doctor` read that registry.
+RULES. Config choices, the torch engine, scorer, tables, plots and `doctor` read that registry; vLLM has a list of its
+own (bebop.engines.vllm_engine.rules).
 
 Legend: B requests, K drafts of a chain, V vocabulary; N anchors of a text. p target, q draft distribution, y token.
 """
