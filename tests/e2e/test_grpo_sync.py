@@ -31,7 +31,7 @@ BUCKETS = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_meg
 DIVERGES = "actor_rollout_ref.actor.optim.weight_decay=3e41"
 
 
-def test_a_tied_policy_in_many_buckets_is_served_as_trained_on_trees(tmp_path: Path):
+def test_tied_policy_in_many_buckets_is_served_on_trees(tmp_path: Path):
     """On trees; test_smollm2.py has the same on vLLM."""
     policy = random_checkpoint(tmp_path / "policy", model_type="llama", tied=True, hidden_size=256, num_heads=4)
     tree = {"engine": "torch", "tree": "rheo", "tree_width": 3, "tree_depth": 4, "tree_budget": 10}
