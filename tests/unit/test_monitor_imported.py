@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
@@ -94,7 +96,10 @@ def test_offline_run_of_wandb_is_read_without_its_server(tmp_path, monkeypatch):
         run.log({"actor/entropy": h, "rollout/spec_accept_length": y, "critic/score/mean": 0.5, **long}, step=t)
     folder = tmp_path / "wandb" / run.dir.split("/wandb/")[1].split("/")[0]
     run.finish()
-    kind, rows = read_source(folder)
+    deadline = time.monotonic() + 60
+    while len((found := read_source(folder))[1]) < 8 and time.monotonic() < deadline:
+        time.sleep(0.2)  # wandb's own process writes on after `finish` has returned
+    kind, rows = found
     steps = steps_of(rows, **SETTINGS)
     assert kind == "wandb" and [step.step for step in steps] == list(range(1, 9))
     assert [step.acceptance_length for step in steps] == LENGTH and len(steps[0].extra) >= 100
