@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 # Their tests start runs of GRPO, each of which fills two cores with processes.
-GRPO = {"test_any_path", "test_grpo", "test_grpo_sync", "test_grpo_torch", "test_main_ppo", "test_smollm2"}
+GRPO = {"test_any_path", "test_grpo", "test_grpo_sync", "test_grpo_torch", "test_main_ppo"}
 
 
 @pytest.hookimpl(tryfirst=True)

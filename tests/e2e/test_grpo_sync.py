@@ -46,15 +46,17 @@ weights.Digests.note = note
 """
 
 
-def test_tied_policy_in_many_buckets_is_served_on_trees(tmp_path: Path):
-    """On trees; test_smollm2.py has the same on vLLM."""
+@pytest.mark.parametrize("engine", ["vllm", "torch"])
+def test_tied_policy_in_many_buckets_is_served_as_trained(tmp_path: Path, engine: str):
     policy = random_checkpoint(tmp_path / "policy", model_type="llama", tied=True, hidden_size=256, num_heads=4)
     tree = {"engine": "torch", "tree": "rheo", "tree_width": 3, "tree_depth": 4, "tree_budget": 10}
-    finish(
-        start(config("sync", rollout=tree, verl=(BUCKETS,), steps=STEPS, save_every=STEPS), tmp_path / "run", policy)
-    )
+    mode, rollout = ("sync", tree) if engine == "torch" else ("colocate_async", {})
+    values = config(mode, rollout=rollout, verl=(BUCKETS,), steps=STEPS, save_every=STEPS)
+    finish(start(values, tmp_path / "run", policy))
     assert no_process_left(tmp_path / "run", within_s=0)
     check_served(read_steps(tmp_path / "run"), STEPS)
+    if engine == "vllm":
+        check_checkpoint(tmp_path / "run", policy, STEPS)
 
 
 def test_native_heads_and_stacked_experts_are_served_as_trained(tmp_path: Path):
