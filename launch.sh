@@ -104,11 +104,8 @@ case "$command" in
   setup) setup ;;
   test)
     setup
-    # Two test files at a time, since most of their seconds are start-ups, which use one core; -n0: one at a time.
-    options=(-n 2 --dist loadgroup --no-loadscope-reorder)
-    export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 # waiting threads sleep: spinning ones slow the other file's tests sixfold
-    if [ "${1:-}" = quick ]; then shift; options+=(-m "not e2e"); fi
-    exec .venv/bin/python -m pytest "${options[@]}" "$@"
+    if [ "${1:-}" = quick ]; then shift; exec .venv/bin/python -m pytest -m "not e2e" "$@"; fi
+    exec .venv/bin/python -m pytest "$@"
     ;;
   demo | sft | grpo | eval | bench | report | monitor | doctor)
     setup

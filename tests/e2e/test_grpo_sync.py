@@ -14,7 +14,6 @@ from grpo_runs import (
     finish,
     no_process_left,
     start,
-    wait_for_phase,
     wait_for_step,
 )
 
@@ -27,23 +26,6 @@ STEPS = 2
 BUCKETS = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=2"
 # Adam's decay takes every weight above 1.2 out of float32's range in the first step
 DIVERGES = "actor_rollout_ref.actor.optim.weight_decay=3e41"
-
-BROKEN_RECEIVER = """
-from pathlib import Path
-
-from bebop.engines import weights
-
-stock = weights.Digests.note
-
-
-def note(self, name, tensor):
-    if b"EngineCore" in Path("/proc/self/cmdline").read_bytes():
-        raise RuntimeError("injected into the receiver")
-    stock(self, name, tensor)
-
-
-weights.Digests.note = note
-"""
 
 
 @pytest.mark.parametrize("engine", ["vllm", "torch"])
@@ -66,24 +48,16 @@ def test_native_heads_and_stacked_experts_are_served_as_trained(tmp_path: Path):
     check_checkpoint(tmp_path / "run", policy, STEPS)
 
 
-@pytest.mark.parametrize(("engine", "first"), [("vllm", True), ("vllm", False), ("torch", False)])
-def test_receivers_error_ends_the_run_within_a_minute(tmp_path: Path, engine: str, first: bool):
+@pytest.mark.parametrize("engine", ["vllm", "torch"])
+def test_receivers_error_ends_the_run_within_a_minute(tmp_path: Path, engine: str):
     policy = random_checkpoint(tmp_path / "policy", hidden_size=256)
-    verl = (BUCKETS,) if first else (BUCKETS, DIVERGES)
-    values = config("sync", rollout={"engine": engine}, verl=verl, steps=50, save_every=50)
-    if first:
-        (tmp_path / "broken_receiver.py").write_text(BROKEN_RECEIVER)
-        values["plugins"] = [str(tmp_path / "broken_receiver.py")]
     run_dir = tmp_path / "run"
+    values = config("sync", rollout={"engine": engine}, verl=(BUCKETS, DIVERGES), steps=50, save_every=50)
     process = start(values, run_dir, policy)
-    if first:
-        wait_for_phase(process, run_dir, "first weight sync")
-    else:
-        wait_for_step(process, run_dir, 1)
+    wait_for_step(process, run_dir, 1)
     since = time.monotonic()
     output, _ = process.communicate(timeout=START_UP_S)
     assert process.returncode != 0 and time.monotonic() - since < 60
-    expected = "injected into the receiver" if first else "model.embed_tokens.weight: got a NaN or an infinity"
-    assert expected in output.splitlines()[-1], output
+    assert "model.embed_tokens.weight: got a NaN or an infinity" in output.splitlines()[-1], output
     assert no_process_left(run_dir, within_s=0)
-    assert len(read_steps(run_dir)) == (0 if first else 1)
+    assert len(read_steps(run_dir)) == 1
