@@ -119,7 +119,7 @@ def _run(command: str, config: Run) -> int:
     if command == "monitor" and config.action != "import":
         if not Path(config.run).is_dir():
             raise ConfigError(f"run={config.run}: no such folder; give the folder of a run")
-        importlib.import_module(STAGES[command]).run(config)
+        importlib.import_module(STAGES[command]).run(config, Path(config.run))
         return 0
     if "logger" in type(config).model_fields:
         try:

@@ -51,24 +51,24 @@ def write_figures(
 def over_entropy(scores: AnchorScores, slope: EntropySlope, temperature: float) -> Figure:
     """Mean acceptance length by even bins of the entropy, and the line fitted to all positions."""
     h = scores.entropy_nats.numpy()
-    _, (axes,) = figure_of(1)
+    figure, (axes,) = figure_of(1)
     _binned(axes, scores, h, np.linspace(h.min(), h.max(), BINS + 1))
     if slope.status == "ok":
         grid = np.array([h.min(), h.max()])
         label = f"line, rejection sampling: {slope.slope:+.3f} [{slope.low:+.3f}, {slope.high:+.3f}] per nat"
         axes.plot(grid, slope.intercept + slope.slope * grid, color=INK, linestyle=":", label=label)
     title = f"Acceptance length against target entropy, T = {temperature:g}"
-    return finished(axes, title, xlabel="target entropy [nats]", ylabel=LENGTH)
+    return finished(figure, axes, title, xlabel="target entropy [nats]", ylabel=LENGTH)
 
 
 @styled
 def over_position(scores: AnchorScores, temperature: float) -> Figure:
     """Mean acceptance length by the position in the response."""
     position = scores.position.numpy().astype(float)
-    _, (axes,) = figure_of(1)
+    figure, (axes,) = figure_of(1)
     _binned(axes, scores, position, np.unique(np.quantile(position, np.linspace(0, 1, BINS + 1)).round()))
     title = f"Acceptance length against position, T = {temperature:g}"
-    return finished(axes, title, xlabel="token of the response that the draft follows", ylabel=LENGTH)
+    return finished(figure, axes, title, xlabel="token of the response that the draft follows", ylabel=LENGTH)
 
 
 @styled
@@ -84,6 +84,7 @@ def boundary(scores: AnchorScores, temperature: float) -> Figure:
         [0, 1], [0, 1], color=RED, label=f"equal; below it ({share:.0%} of positions) rejection sampling accepts more"
     )
     return finished(
+        figure,
         axes,
         f"Rejection sampling or target-only, depth 1, T = {temperature:g}",
         xlabel="1 - p(argmax q), rejected by target-only",

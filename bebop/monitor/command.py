@@ -105,14 +105,13 @@ def bring_in(sources: Sequence[Path], run_dir: Path, **settings: Any) -> None:
     print_table([{"": name, "value": text(summary[name])} for name in shown])
 
 
-def run(config: Any, run_dir: Path | None = None) -> None:
-    """`config`: the command's (bebop.config). run_dir: the folder that an import writes."""
+def run(config: Any, run_dir: Path) -> None:
+    """config: the command's (bebop.config). run_dir: the folder to watch, to replay, or to import to."""
     if config.action == "watch":
-        watch(Path(config.run), config.every_s)
+        watch(run_dir, config.every_s)
     elif config.action == "replay":
-        replay(Path(config.run))
+        replay(run_dir)
     else:
-        assert run_dir is not None
         settings = {
             name: getattr(config, name) for name in ("num_speculative_tokens", "acceptance_rule", "temperature")
         }

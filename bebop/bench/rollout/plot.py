@@ -19,7 +19,7 @@ def write(table: Sequence[Mapping[str, Any]], path: Path) -> None:
 @styled
 def figure(table: Sequence[Mapping[str, Any]]) -> Figure:
     """Rings mark the chosen lengths; the dashed line is the engine without speculation."""
-    _, (axes,) = figure_of(1)
+    figure, (axes,) = figure_of(1)
     for k in sorted({row["k"] for row in table if row["k"] != "none"}):
         line = [row for row in table if row["k"] == k]
         axes.plot(*_points(line), "o-", color=colour_of(k), label=f"k = {k}")
@@ -30,7 +30,7 @@ def figure(table: Sequence[Mapping[str, Any]]) -> Figure:
     sizes = sorted({row["batch_size"] for row in table})
     axes.set_xticks(sizes, [str(size) for size in sizes])
     title = "Predicted speed by draft length; rings: chosen"
-    return finished(axes, title, xlabel="requests in the batch", ylabel="tokens/s over plain decoding's")
+    return finished(figure, axes, title, xlabel="requests in the batch", ylabel="tokens/s over plain decoding's")
 
 
 def _points(rows: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float]]:

@@ -47,7 +47,7 @@ class Probed:
 
 
 def probe(plain: VllmEngine, drafting: VllmEngine, batches: Mapping[int, Prompts], sampling: Sampling) -> Probed:
-    """Time both engines on each batch; `sampling` but for its length."""
+    """Time both engines on each batch; `sampling`, except its length."""
     most = drafting.rollout.num_speculative_tokens
     windows: dict[tuple[int, int | None], list[Window]] = defaultdict(list)
     counted = {k: DraftCounts() for k in range(1, most + 1)}

@@ -31,11 +31,11 @@ def by_temperature(rows: Rows) -> Figure | None:
     """One line per variant; bars are one standard error."""
     if len({row["temperature"] for row in rows}) < 2:
         return None
-    _, (axes,) = figure_of(1)
+    figure, (axes,) = figure_of(1)
     for number, name in enumerate(dict.fromkeys(row["variant"] for row in rows)):
         line = [row for row in rows if row["variant"] == name]
         _points(axes, line, "temperature", name, colour_of(number), dashed=line[0]["method"] in RULES)
-    return finished(axes, "Acceptance length against temperature", xlabel="sampling temperature", ylabel=LABEL)
+    return finished(figure, axes, "Acceptance length against temperature", xlabel="sampling temperature", ylabel=LABEL)
 
 
 @styled
@@ -44,7 +44,7 @@ def by_leads(rows: Rows) -> Figure | None:
     rheo = [row for row in rows if row["method"] == "rheo"]
     if len({row["leads"] for row in rheo}) < 2:
         return None
-    _, (axes,) = figure_of(1)
+    figure, (axes,) = figure_of(1)
     for number, temperature in enumerate(dict.fromkeys(row["temperature"] for row in rheo)):
         line = [row for row in rheo if row["temperature"] == temperature]
         colour = colour_of(number)
@@ -54,7 +54,7 @@ def by_leads(rows: Rows) -> Figure | None:
                 axes.axhline(row["acceptance_length"], color=colour, linestyle="--", linewidth=1)
     axes.set_xticks(sorted({row["leads"] for row in rheo}))
     return finished(
-        axes, "Acceptance length against the number of leads", xlabel="leads m (dashed: TopK)", ylabel=LABEL
+        figure, axes, "Acceptance length against the number of leads", xlabel="leads m (dashed: TopK)", ylabel=LABEL
     )
 
 

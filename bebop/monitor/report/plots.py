@@ -89,6 +89,7 @@ def acceptance_over_entropy(steps: Sequence[StepRecord], entropy_range: tuple[fl
                     " edge of the pre-RL data", (edge, 0.02), xycoords=("data", "axes fraction"), color=GREY, fontsize=8
                 )
     return finished(
+        figure,
         axes,
         "Acceptance length against target entropy",
         xlabel=label_of("entropy_nats"),
@@ -128,7 +129,7 @@ def conditional_acceptance(steps: Sequence[StepRecord]) -> Figure | None:
     depth = max((len(step.counts.accepted_per_depth) for step in drafted), default=0)
     if not depth:
         return None
-    _, (axes,) = figure_of(1)
+    figure, (axes,) = figure_of(1)
     for j in range(depth):
         colour = colour_of(j)
         reached = [
@@ -146,7 +147,7 @@ def conditional_acceptance(steps: Sequence[StepRecord]) -> Figure | None:
         )
         axes.plot(x, share, color=colour, marker="o", markersize=3, label=f"depth {j + 1}")
     return finished(
-        axes, "Accepted at each depth, given all before it", xlabel="RL step", ylabel="conditional acceptance"
+        figure, axes, "Accepted at each depth, given all before it", xlabel="RL step", ylabel="conditional acceptance"
     )
 
 
@@ -155,7 +156,7 @@ def decomposition(parts: Decomposition) -> Figure | None:
     """What moved the acceptance length: the entropy part and the mismatch, each with its band."""
     if parts.early_steps is None or not parts.parts:
         return None
-    _, (axes,) = figure_of(1)
+    figure, (axes,) = figure_of(1)
     x = [part.step for part in parts.parts]
     axes.axvspan(*parts.early_steps, color=PALE, alpha=0.6, linewidth=0, label="early phase, line fitted here")
     axes.axhline(0, color=GREY, linewidth=0.8)
@@ -182,7 +183,7 @@ def decomposition(parts: Decomposition) -> Figure | None:
             [(first + last) / 2], [recent.value], yerr=error, color=INK, marker="D", capsize=4, label=label, zorder=4
         )
     change = "change of acceptance length\n[tokens per target forward]"
-    return finished(axes, "Where the change comes from", xlabel="RL step", ylabel=change)
+    return finished(figure, axes, "Where the change comes from", xlabel="RL step", ylabel=change)
 
 
 @styled
@@ -247,11 +248,9 @@ def _line(axes: Axes, name: str, slope: Slope, entropy: Array, colour: str) -> N
     axes.plot(grid, value, color=colour, label=label)
 
 
-def finished(axes: Axes, title: str, **labels: str) -> Figure:
-    """The figure of a panel that is drawn: with its title, its axes' labels and a legend below."""
+def finished(figure: Figure, axes: Axes, title: str, **labels: str) -> Figure:
+    """A figure whose panel is drawn, with a title, labels of the axes and a legend below."""
     axes.set(title=title, **labels)
-    figure = axes.get_figure(root=True)
-    assert figure is not None
     legend_below(figure)
     return figure
 
