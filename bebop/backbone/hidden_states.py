@@ -64,7 +64,7 @@ class HiddenStates:
         identity: str = "",
     ) -> None:
         """max_tokens: of one backbone forward. name: what the rows are, for messages. file: where how="disk" keeps
-        them; identity: stands for the policy there, a file of another identity or of other rows is made anew.
+        them; identity: stands for the policy there, a file of another identity or of other rows is made again.
 
         Raises ValueError where they do not fit.
         """

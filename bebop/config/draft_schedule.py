@@ -51,7 +51,7 @@ def k_for(batch: int, schedule: Mapping[str, int] | tuple[Range, ...]) -> int:
 
 
 def read(path: Path) -> dict[str, int]:
-    """The schedule in a JSON file: `bench`'s schedule.json, or the mapping alone. Raises ValueError with one line."""
+    """The schedule in a JSON file: `bench`'s schedule.json, or only the mapping. Raises ValueError with one line."""
     try:
         content = json.loads(Path(path).read_text())
     except (OSError, json.JSONDecodeError) as error:

@@ -24,7 +24,7 @@ class Member:
 
 
 def axis_of(info: FieldInfo) -> str | None:
-    """The registry whose names the field accepts, or None; alone, in a list, or beside other values such as null."""
+    """The registry whose names the field accepts (also in a list, or beside other values such as null), or None."""
     return next((part.axis for part in (*info.metadata, *_parts(info.annotation)) if isinstance(part, Member)), None)
 
 

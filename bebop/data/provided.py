@@ -39,7 +39,7 @@ class _Made:
 def load_file(
     path: Path, tokenizer: Any, *, max_tokens: int, left_out: Counter[str] | None = None
 ) -> list[TextRow] | list[Prompt]:
-    """Given text, or the prompts of a file that has prompts alone.
+    """Given text, or the prompts of a file that has only prompts.
 
     max_tokens: rollout.max_model_len, where sequences are cut. What is cut, and assistant turns that cannot be
     supervised, are counted in one line of the log each; rows that are left out are, and are added to `left_out` by
@@ -116,7 +116,7 @@ def require_supervision(rows: Sequence[TextRow], source: str) -> None:
         raise BadInput(
             f"{source}: 0 supervised tokens in {len(rows)} sequences; the tokenizer's chat template renders no "
             "assistant turn behind its generation prompt: check chat_template in the policy's tokenizer files, or give "
-            "the text in a column `text`; or raise rollout.max_model_len where prompts alone are as long"
+            "the text in a column `text`; or raise rollout.max_model_len if the prompts by themselves are as long"
         )
 
 

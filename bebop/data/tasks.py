@@ -70,7 +70,7 @@ def _reasoning_gym(name: str) -> TaskSource:
 
 
 def _gym() -> Mapping[str, Any]:
-    # The package whole before its registry: verifiers run in threads, and a thread that imports the registry alone
+    # The package whole before its registry: verifiers run in threads, and a thread that imports only the registry
     # while another is still importing the package finds it half filled.
     with _loading:
         import reasoning_gym  # noqa: F401

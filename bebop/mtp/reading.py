@@ -75,8 +75,11 @@ class Reading:
 
 
 def read_policy(path: Path) -> Reading:
-    """Read a policy directory, with heads or without. Raises BadInput, one line, on what its readers would take for
-    different models, or what one of them does not have. No weight is loaded, but for tied ones."""
+    """Read a policy directory, with heads or without. Only tied weights are loaded.
+
+    Raises BadInput, in one line, if its readers would take it for different models, or if one of them cannot read all
+    of it.
+    """
     path = Path(path)
     config = _config(path)
     _refuse_quantised(path, config)
@@ -117,7 +120,7 @@ def read_policy(path: Path) -> Reading:
 
 
 def decoder_class(config: Mapping[str, Any], path: Path, names: Iterable[str]) -> type:
-    """transformers' class of a policy's decoder, which leaves the tensors of MTP layers alone. names: of tensors."""
+    """transformers' class of a policy's decoder, which ignores the tensors of MTP layers. names: of all tensors."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     family, names = family_of(config, path), list(names)

@@ -1,7 +1,7 @@
 """Training of the tiny policy: next-token prediction on worked solutions, with the loss only on the response.
 
 A plain loop: padded batches of like length (right padding under causal attention needs no mask), cosine
-schedule, Muon for the layers' matrices: in the same two minutes AdamW alone does not learn to copy digits. The
+schedule, Muon for the layers' matrices: in the same two minutes AdamW by itself does not learn to copy digits. The
 solutions have slips, and a share of them no `Answer:` (bebop.data.worked_solutions), so that the policy errs a chosen
 share of the time at T = 1.
 """

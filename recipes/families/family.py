@@ -194,7 +194,7 @@ def loads(policy: Path, dtype: str) -> None:
 
 
 def table() -> int:
-    print("| family | AL of fresh heads, 64 sequences | AL, 3rd step | `probs_diff_max` | heads equal | goes on |")
+    print("| family | AL of fresh heads, 64 sequences | AL, 3rd step | `probs_diff_max` | heads equal | continues |")
     print("|---|---|---|---|---|---|")
     failed = 0
     for name, options in FAMILIES.items():

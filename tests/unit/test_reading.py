@@ -47,7 +47,7 @@ def change(file, **values):
 
 
 def tensors_of(path, **values):
-    """Write tensors anew: a tensor, None to leave one out, a dtype to cast."""
+    """Rewrite some tensors of the file: a new tensor; None to leave it out; a dtype to cast it."""
     held = load_file(path / SINGLE)
     for name, value in values.items():
         if value is None:

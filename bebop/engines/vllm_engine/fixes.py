@@ -235,7 +235,7 @@ class _StandIn(types.ModuleType):
 def _apply_padding_ids() -> None:
     """Give no probability to the rows of lm_head that no id of the tokenizer stands for, in target and drafter.
 
-    In bebop's own engines alone, which are known by their worker: the trainer's log-probabilities leave the same ids
+    Only in bebop's own engines, which are known by their worker: the trainer's log-probabilities leave the same ids
     out (bebop.backbone). vLLM 0.31.0 knows of rows that it pads with itself, and takes `vocab_size` for the real ids.
     """
     from vllm.config import get_current_vllm_config

@@ -6,7 +6,7 @@ correction and the checkpoints are verl's. `Safeguards` adds, at verl's hooks:
 - a StepRecord for each step, in metrics.jsonl and Weights & Biases;
 - after each weight sync, a comparison of checksums: what was sent against what arrived at every rank of the engine;
 - a limit on the difference of rollout and trainer probabilities, for samples of the current policy version;
-- an error where verl would retry for ever: failed samples, a dead engine, a dead worker;
+- an error where verl would retry forever: failed samples, a dead engine, a dead worker;
 - checkpoints with the policy as a directory with its heads; each prompt is trained on once, also over resumes.
 
 On GPUs the same classes run with verl's CUDA platform; this project's tests have not run that.

@@ -1,4 +1,4 @@
-"""A thread that watches the run's actors. Without it, verl would send requests to a dead engine for ever.
+"""A thread that watches the run's actors. Without it, verl would send requests to a dead engine forever.
 
 `replying` actors answer `health` at any time, so they count as dead after `limit_s` without an answer. `living` actors
 may be busy for long, so they count as dead only when Ray says so. The trainer raises the fault when it next calls
