@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from bebop.errors import BadInput, ConfigError
+from bebop.errors import BadInput, ConfigError, first_line
 
 COLUMNS = ("messages", "prompt", "text")
 BESIDE = ("response", "tools")
@@ -294,7 +294,7 @@ def _parquet(path: Path) -> tuple[list[str], list[tuple[int, dict[str, Any]]]]:
             names = list(file.schema_arrow.names)
             table = file.read(columns=[name for name in (*COLUMNS, *BESIDE) if name in names])
     except (pyarrow.ArrowException, ValueError) as error:
-        raise BadInput(f"data.path={path}: cannot be read as parquet: {_first_line(error)}") from None
+        raise BadInput(f"data.path={path}: cannot be read as parquet: {first_line(error):.120}") from None
     return names, list(enumerate(_pythons(table, path)))
 
 
@@ -306,7 +306,7 @@ def _pythons(table: Any, path: Path) -> Iterator[dict[str, Any]]:
             try:
                 table.slice(number, 1).to_pylist(maps_as_pydicts="strict")
             except Exception as error:
-                raise _refused(path, number, False, f"cannot be read: {_first_line(error)}") from None
+                raise _refused(path, number, False, f"cannot be read: {first_line(error):.120}") from None
         raise
 
 
@@ -321,7 +321,7 @@ def _json_lines(path: Path) -> tuple[list[str], list[tuple[int, dict[str, Any]]]
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise _refused(path, number, True, f"is not JSON: {_first_line(error)}") from None
+                raise _refused(path, number, True, f"is not JSON: {first_line(error):.120}") from None
             if not isinstance(row, dict):
                 raise _refused(path, number, True, f"got {_shown(row)}, expected an object")
             names |= dict.fromkeys(row)
@@ -331,7 +331,3 @@ def _json_lines(path: Path) -> tuple[list[str], list[tuple[int, dict[str, Any]]]
 
 def _refused(path: Path, number: int, lines: bool, fault: str) -> BadInput:
     return BadInput(f"data.path={path}: {'line' if lines else 'row'} {number}: {fault}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
