@@ -221,7 +221,7 @@ def test_provided_text_is_remade_for_another_limit_or_template(tmp_path, tiny_ra
     template = policy / "chat_template.jinja"
     template.write_text(template.read_text().replace("<|user|>", "<|user|> "))
     assert made(18)[0] != folder
-    with pytest.raises(ValueError, match=r"0 supervised tokens in 1 sequences.*raise rollout.max_model_len where"):
+    with pytest.raises(ValueError, match=r"0 supervised tokens in 1 sequences.*raise rollout.max_model_len if"):
         made(16)
 
 
